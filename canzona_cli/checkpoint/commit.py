@@ -242,9 +242,8 @@ def _await_parts(partial: Path, world_size: int, timeout_s: float) -> dict[int, 
         if len(parts) == world_size:
             return dict(sorted(parts.items()))
         if time.monotonic() > deadline:
-            written_before = written
-            written = bytes_written(partial)
-            if written == written_before:
+            before, written = written, bytes_written(partial)
+            if written == before:
                 missing = [rank for rank in range(world_size) if rank not in parts]
                 raise _missing_parts_error(partial, missing, timeout_s)
             deadline = time.monotonic() + timeout_s

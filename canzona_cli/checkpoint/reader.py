@@ -36,8 +36,7 @@ class Reader:
         self._pieces: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
         """The pieces of each tensor that is stored in pieces, each with the name under which it is stored."""
         for stored, tensor in manifest.tensors.items():
-            full_name = tensor.whole_name(stored)
-            shape = tensor.shape
+            full_name, shape = tensor.whole_name(stored), tensor.shape
             name, _, field = full_name.rpartition("/")
             if tensor.piece is not None:
                 self._pieces[full_name].append((stored, tensor.piece))

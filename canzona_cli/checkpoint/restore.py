@@ -144,7 +144,7 @@ def _restore_matrices(optimizer: MasterOptimizer, reader: Reader, manifest: Mani
     state: dict[str, Mapping[str, object]] = {}
     problems: list[Problem] = []
     for updated in optimizer.whole:
-        matrix, current_master = updated.matrix, updated.master
+        matrix, held_master = updated.matrix, updated.master
         fields, scalars = reader.fields(matrix.name), reader.scalars(matrix.name)
         if fields:
             selected = [MASTER] if weights_only else fields
@@ -159,23 +159,21 @@ def _restore_matrices(optimizer: MasterOptimizer, reader: Reader, manifest: Mani
             problems.append(Problem(key="engine.splitting", value=matrix.name, reason=reason, fix=fix))
             continue
         master = tensors.pop(MASTER, None)
-        if master is None or master.shape != current_master.shape:
+        if master is None or master.shape != held_master.shape:
             problems.append(missing_tensor(f"{matrix.name}/{MASTER} of shape {matrix.shape}"))
             continue
         if weights_only:
-            current_master.copy_(master)
+            held_master.copy_(master)
             continue
         matrix_scalars = {key: value for key, value in scalars.items() if not key.startswith(GROUP)}
         group_scalars = {key.removeprefix(GROUP): value for key, value in scalars.items() if key.startswith(GROUP)}
         if isinstance(updated.optimizer, MatrixOptimizer):
-            tensors = dict(updated.optimizer.convert_state(current_master, tensors))
-        if mismatch := state_mismatch(updated.optimizer, current_master, tensors, matrix_scalars, group_scalars):
+            tensors = dict(updated.optimizer.convert_state(held_master, tensors))
+        if mismatch := state_mismatch(updated.optimizer, held_master, tensors, matrix_scalars, group_scalars):
             problems.append(reader.problem(f"{matrix.name}: {mismatch}"))
             continue
-        on_device = {
-            key: tensor.to(current_master.device) if tensor.dim() else tensor for key, tensor in tensors.items()
-        }
-        state[matrix.name] = {"master": master, "state": {**on_device, **matrix_scalars}, "group": group_scalars}
+        placed = {key: tensor.to(held_master.device) if tensor.dim() else tensor for key, tensor in tensors.items()}
+        state[matrix.name] = {"master": master, "state": {**placed, **matrix_scalars}, "group": group_scalars}
     refuse(problems, CheckpointInvalid)
     if not weights_only:
         optimizer.load_state_dict(state)
@@ -245,8 +243,7 @@ def load_weights(model: Model, folder: Path, manifest: Manifest) -> None:
         CheckpointInvalid: the manifest does not match the model, or a weight is not stored or not finite. All
             ranks raise this together.
     """
-    world = model.world
-    config = model.config.model
+    world, config = model.world, model.config.model
     with raise_on_all_ranks(world, folder):
         refuse(limit_problems(content_problems(folder, manifest, config)), CheckpointInvalid)
         with Reader(folder, manifest, config) as reader:

@@ -326,8 +326,7 @@ def choose(where: Path | None, *, runs: Path = Path("runs")) -> ChosenCheckpoint
     if path.is_dir():
         if is_checkpoint(path):
             return ChosenCheckpoints(root=path.parent, checkpoints=(judge(path.name, path),))
-        files = RunFiles(path)
-        store = CheckpointStore.from_path(path)
+        files, store = RunFiles(path), CheckpointStore.from_path(path)
         checkpoints = store.checkpoints()
         if checkpoints or files.checkpoints.is_dir() or files.config.exists():
             return ChosenCheckpoints(root=store.root if checkpoints else files.checkpoints, checkpoints=checkpoints)

@@ -174,8 +174,8 @@ def _buffer_order(parameters: Iterable[str]) -> Order:
     Args:
         parameters: the names of the parameters in the order of the buffers.
     """
-    places = {name: place for place, name in enumerate(parameters)}
-    return lambda matrix: (places[matrix.parameter], matrix.index)
+    positions = {name: position for position, name in enumerate(parameters)}
+    return lambda matrix: (positions[matrix.parameter], matrix.index)
 
 
 def _masters(
@@ -265,8 +265,7 @@ def optimizer_factory(config: RunConfig, on_fallback: OnFallback | None = None) 
     algorithm = algorithm_of(config)
     if isinstance(chosen, CustomConfig):
         return _custom_factory(chosen, torch.device(config.cluster.device))
-    optimizer_class = _class_of(chosen)
-    settings = _settings(config, on_fallback)
+    optimizer_class, settings = _class_of(chosen), _settings(config, on_fallback)
 
     def make(matrices: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         by_shape: dict[str, object] = {}

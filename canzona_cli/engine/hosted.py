@@ -79,8 +79,8 @@ class HostedGroup:
         self._flag_sends = [weights.send[places[0] : places[-1] + 1] for places in weights.route.send_flags if places]
         self._local_weights = join_writes(
             [
-                (place, _local_write(fragments, m, fragments.view_in_whole(m, master.detach(), wiring.rank)))
-                for place, (m, master) in enumerate(zip(hosted, self._masters, strict=True))
+                (index, _local_write(fragments, m, fragments.view_in_whole(m, master.detach(), wiring.rank)))
+                for index, (m, master) in enumerate(zip(hosted, self._masters, strict=True))
                 if wiring.rank in m.holders(fragments.tp)
             ]
         )
@@ -138,9 +138,8 @@ class HostedGroup:
         fragments, weights = self._wiring.fragments, self._weights
         arriving_flags = weights.route.receive_flags
         flag_index = {matrix.index: index for index, (matrix, _) in enumerate(arriving_flags)}
-        self._flag_places = torch.tensor(
-            [place for _, place in arriving_flags], dtype=torch.int64, device=self._wiring.device
-        )
+        places = [place for _, place in arriving_flags]
+        self._flag_places = torch.tensor(places, dtype=torch.int64, device=self._wiring.device)
         writes: list[tuple[int, Write]] = []
         for parcel in weights.route.receives:
             weight = fragments.weight(parcel.matrix)

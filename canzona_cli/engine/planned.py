@@ -111,12 +111,9 @@ class PlannedOptimizer(MasterOptimizer):
         With `overlap_param_gather`, it only starts the buckets that the forward pass needs first
         (`owner_bucket_group.install` chains the others); with `align_param_gather`, it starts no bucket.
         """
-        if not self._ddp_config.overlap_param_gather:
-            buckets = matrix_groups(self._chunks)[::-1]
-        elif gathers_ahead(self._ddp_config):
-            buckets = gathering_order(self._chunks)[:GATHERED_AHEAD]
-        else:
-            buckets = []
+        buckets = matrix_groups(self._chunks)[::-1]
+        if self._ddp_config.overlap_param_gather:
+            buckets = gathering_order(self._chunks)[: GATHERED_AHEAD if gathers_ahead(self._ddp_config) else 0]
         for bucket in buckets:
             bucket.start_param_sync()
 

@@ -207,18 +207,17 @@ class ShardedState:
         weights = self._weights(model)
         matrices: dict[str, ShardedTensor] = {}
         for updated in self._updated:
-            weight = weights[updated.matrix.parameter]
-            tensors = updated.tensors
+            weight, tensors = weights[updated.matrix.parameter], updated.tensors
             for field in tensors.keys() - _LIKE_WEIGHTS.keys():
                 self._refuse_missing(_canzona_key(field, updated.matrix))
             names = self._names(
                 weight.key, {field: _LIKE_WEIGHTS[field] for field in tensors if field in _LIKE_WEIGHTS}
             )
-            targets = {
+            loaded = {
                 field: tensor for field, tensor in tensors.items() if field in names or field not in _LIKE_WEIGHTS
             }
-            self._targets[updated.matrix.name] = targets
-            matrices |= updated.entries(targets, names, weight)
+            self._targets[updated.matrix.name] = loaded
+            matrices |= updated.entries(loaded, names, weight)
         # As with Megatron's own optimizer, every rank reads all of AdamW's parameters, on the host.
         adamw = {
             name: {
@@ -246,7 +245,8 @@ class ShardedState:
         for updated in self._updated:
             tensors = self._targets[updated.matrix.name]
             for name, _, _, piece in updated.pieces(tensors):
-                if (source := entries["matrices"][name]).data_ptr() != piece.data_ptr():
+                source = entries["matrices"][name]
+                if source.data_ptr() != piece.data_ptr():  # not read in place
                     piece.copy_(source.view_as(piece))
             updated.adopt(tensors, marks.get(updated.matrix.name, {}))
         step = stored_step({key: value for key, value in state.items() if key != _ENTRIES})

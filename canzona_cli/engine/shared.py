@@ -182,17 +182,17 @@ class Sharing:
         Collective over the TP ranks."""
         running: dict[int, Turns[None]] = {}
         pending: dict[int, Sequence[Wait] | None] = {}
-        for place, part in shared_order(self._parts):
-            shared = self.matrices[place]
+        for index, part in shared_order(self._parts):
+            shared = self.matrices[index]
             with self._wiring.timer.phase("matrix_update"):
                 if part == 0:
-                    running[place] = shared.update_together(scale, self._lanes[place % LANES])
-                for wait in pending.get(place) or ():
+                    running[index] = shared.update_together(scale, self._lanes[index % LANES])
+                for wait in pending.get(index) or ():
                     wait()
-                pending[place] = next(running[place], None)
-            if part + 1 < self._parts[place]:
+                pending[index] = next(running[index], None)
+            if part + 1 < self._parts[index]:
                 continue
-            assert pending[place] is None, "the plan is for another optimizer: the update has more parts than planned"
+            assert pending[index] is None, "the plan is for another optimizer: the update has more parts than planned"
             if not shared.needs_update_alone:
                 with self._wiring.timer.phase("exchange"):
                     shared.publish()

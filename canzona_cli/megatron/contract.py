@@ -165,6 +165,7 @@ def _pinned(file: str) -> Iterator[Pinned]:
     for section in yaml.safe_load(Path(__file__).with_name(file).read_text(encoding="utf-8")).values():
         for entry in section:
             name, relied_on = entry.pop("name"), entry.pop("relied_on")
+            # The key that remains, if any, is the name of the check; its value is the list of arguments.
             [(check, arguments)] = entry.items() or [("exists", ())]
             yield Pinned(name=name, relied_on=relied_on, check=checks[check], arguments=tuple(arguments))
 

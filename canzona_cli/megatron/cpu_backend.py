@@ -108,16 +108,13 @@ def _replacements() -> tuple[Replacement, ...]:
     import megatron.core.transformer.moe.token_dispatcher as dispatcher
 
     cuda = torch.cuda
-    dispatchers = "transformer.moe.token_dispatcher"
-    type_name = _megatron_type_name(torch.Tensor.type)
-    wrap = _factory_on_cpu
+    module = "transformer.moe.token_dispatcher"
+    type_name, wrap = _megatron_type_name(torch.Tensor.type), _factory_on_cpu
     return (
         Replacement(cuda, "current_device", lambda: CPU, "every `device=torch.cuda.current_device()`"),
         Replacement(cuda, "current_stream", lambda device=None: _STREAM, "distributed.param_and_grad_buffer"),
-        Replacement(
-            dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", _STREAM, f"{dispatchers}, which creates one"
-        ),
-        Replacement(dispatcher, "maybe_move_tensor_to_cpu", _counts_to_host, dispatchers),
+        Replacement(dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", _STREAM, f"{module}, which creates one"),
+        Replacement(dispatcher, "maybe_move_tensor_to_cpu", _counts_to_host, module),
         Replacement(cuda, "manual_seed", torch.manual_seed, "tensor_parallel.random"),
         Replacement(cuda, "get_rng_state", _get_rng_state, "tensor_parallel.random"),
         Replacement(mcore_random, "_get_cuda_rng_state", _get_rng_state, "tensor_parallel.random fork"),

@@ -177,15 +177,15 @@ def _bucket_placements(bucket: Bucket, plan: Plan, parameters: Mapping[str, Para
             their owner; or the bucket's size or padding is not valid.
     """
     mesh, cells = plan.subject.layout, plan.assignment.cells
-    bucket_name = f"bucket {bucket.index} of stage {bucket.stage}"
-    _check_ranges(bucket, mesh, bucket_name)
+    label = f"bucket {bucket.index} of stage {bucket.stage}"
+    _check_ranges(bucket, mesh, label)
     range_of = {index: owned for owned in bucket.ranges for index in owned.matrices}
     places: dict[str, tuple[int, int]] = {}
     position = 0
     for name in bucket.parameters:
         parameter = parameters.get(name)
         if parameter is None or parameter.matrices[0] not in range_of:
-            raise PlanMismatch(key=name, planned=f"in {bucket_name}", actual="no range of its matrices there")
+            raise PlanMismatch(key=name, planned=f"in {label}", actual="no range of its matrices there")
         # A parameter starts at the beginning of a range, or after the previous parameter at the next aligned
         # element.
         start = position = max(align(position), range_of[parameter.matrices[0]].start)
@@ -197,7 +197,7 @@ def _bucket_placements(bucket: Bucket, plan: Plan, parameters: Mapping[str, Para
                 if owned is None or owned.owner != owner or not owned.start <= position <= end <= owned.end:
                     raise PlanMismatch(
                         key=plan.matrices[index].name,
-                        planned=f"[{position}, {end}) of {bucket_name} on owner {owner}",
+                        planned=f"[{position}, {end}) of {label} on owner {owner}",
                         actual="no range" if owned is None else f"[{owned.start}, {owned.end}) on owner {owned.owner}",
                     )
             position = end
@@ -205,28 +205,26 @@ def _bucket_placements(bucket: Bucket, plan: Plan, parameters: Mapping[str, Para
     used = sum(end - start for start, end in places.values())
     planned = bucket.elements - bucket.padding
     if used != planned:
-        raise PlanMismatch(key=bucket_name, planned=f"{planned} elements without padding", actual=f"{used} elements")
+        raise PlanMismatch(key=label, planned=f"{planned} elements without padding", actual=f"{used} elements")
     return places
 
 
-def _check_ranges(bucket: Bucket, mesh: Mesh, bucket_name: str) -> None:
+def _check_ranges(bucket: Bucket, mesh: Mesh, label: str) -> None:
     """Checks the sizes of a bucket and its ranges.
 
     Args:
-        bucket_name: the bucket's name in the error.
+        label: the bucket's name in the error.
 
     Raises:
         PlanMismatch: ranges overlap or exceed the bucket, or the bucket's size is not a valid multiple.
     """
     ends = [0, *(position for part in bucket.ranges for position in (part.start, part.end)), bucket.elements]
     if any(earlier > later for earlier, later in pairwise(ends)):
-        raise PlanMismatch(
-            key=bucket_name, planned=f"ordered ranges within {bucket.elements} elements", actual=ends[1:-1]
-        )
+        raise PlanMismatch(key=label, planned=f"ordered ranges within {bucket.elements} elements", actual=ends[1:-1])
     owners = mesh.reducers(bucket.expert_rank)
     if bucket.elements % owners or bucket.elements % align(1):
         raise PlanMismatch(
-            key=bucket_name, planned=f"a multiple of {owners} ranks and of {align(1)} elements", actual=bucket.elements
+            key=label, planned=f"a multiple of {owners} ranks and of {align(1)} elements", actual=bucket.elements
         )
 
 

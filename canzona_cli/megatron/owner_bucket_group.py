@@ -147,10 +147,8 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         missing = [param for param in self._bucket.params_list if param not in self.per_param_grad_ready_counts]
         # If there was no backward pass, the buffers were filled in another way, which Megatron allows in the
         # first step.
-        filled_otherwise = self.is_first_batch and not any(
-            group.per_param_grad_ready_counts for group in self.all_groups
-        )
-        if filled_otherwise or not missing:
+        prefilled = self.is_first_batch and not any(group.per_param_grad_ready_counts for group in self.all_groups)
+        if prefilled or not missing:
             return
         names = ", ".join(self._names[param] for param in missing)
         raise WorkerCrashed(

@@ -338,8 +338,7 @@ class PhaseTimer:
 
 def _union_length(intervals: list[tuple[float, float]]) -> float:
     """Returns the length of the union of intervals, so that simultaneous transfers are counted once."""
-    length = 0.0
-    covered_until = float("-inf")
+    length, covered_until = 0.0, float("-inf")
     for start, end in sorted(intervals):
         length += max(0.0, end - max(start, covered_until))
         covered_until = max(covered_until, end)

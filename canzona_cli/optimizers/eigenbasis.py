@@ -98,13 +98,12 @@ class EigenbasisOptimizer(KroneckerOptimizer):
             other parts.
         """
         basis, next_basis = self.state[p][f"Q_{side}"], self.state[p][f"next_Q_{side}"]
-        period = self.precondition_frequency
         name = f"the QR of {side}"
         report = partial(self._report, p)
         if part == 0:
             longest = torch.linalg.vector_norm(next_basis, dim=0).amax()
             next_basis.div_(longest.where(longest > 0, 1.0))
-        start, end = panel(len(basis), part, period)
+        start, end = panel(len(basis), part, self.precondition_frequency)
         if start < end:
             compute = partial(orthonormalise_panel, before=next_basis[:, :start])
             columns = compute_with_fallback(compute, next_basis[:, start:end], name, report)
@@ -112,7 +111,7 @@ class EigenbasisOptimizer(KroneckerOptimizer):
                 next_basis.copy_(basis)  # already orthonormal, so later parts do not change it
             else:
                 next_basis[:, start:end] = columns
-        if part < period - 1:
+        if part < self.precondition_frequency - 1:
             return None
         try:
             return complete_basis(next_basis, basis)

@@ -97,8 +97,8 @@ def starting_norm(side: int, dtype: torch.dtype) -> float:
 
 def unscaled_steps(norm: float, steps: Sequence[Step]) -> Sequence[Step]:
     """Returns steps whose result for `norm` X is the result of `steps` for X."""
-    (a, b, c), *others = steps
-    return ((a / norm, b / norm**3, c / norm**5), *others)
+    (a, b, c), *later_steps = steps
+    return ((a / norm, b / norm**3, c / norm**5), *later_steps)
 
 
 def gram_newton_schulz(
@@ -199,7 +199,7 @@ class Polynomial:
     """The norm of the sampled rows of the product of all polynomials except the last."""
     slope: float
     """The coefficient b of the last step."""
-    last_step: tuple[torch.Tensor, Number | None, torch.Tensor, Number]
+    last: tuple[torch.Tensor, Number | None, torch.Tensor, Number]
     """The tensors and numbers p, value, r and alpha of the last step; value is None if p includes its
     diagonal."""
 
@@ -216,15 +216,14 @@ class Polynomial:
         rounding = torch.finfo(self.q.dtype).eps / 2 / 3**0.5  # the standard deviation of a rounding, u / 3^0.5
         rms: Number = mean**0.5
         gram_error = spread * self.before * self.before * (abs(self.slope) * rounding / rows**1.5)
-        q_norm = norm_of_rows(self.q, self.gamma)
-        error_after: Number = q_norm * (error + rms * rounding) * float(rows) ** -0.5 + gram_error
-        return error_after
+        total: Number = norm_of_rows(self.q, self.gamma) * (error + rms * rounding) * float(rows) ** -0.5 + gram_error
+        return total
 
     def mean_square_part(self, rows: slice) -> Number:
         """Returns the contribution of `rows` to an estimate of the mean square of the singular values after
         the steps. The contributions of all rows add up to the estimate, which samples the rows of the last
         step's polynomial."""
-        p, value, r, alpha = self.last_step
+        p, value, r, alpha = self.last
         side = p.size(-1)
         distance = _sample_distance(side)
         first_row = -(-rows.start // distance) * distance
@@ -277,9 +276,7 @@ def polynomial(r: torch.Tensor, steps: Sequence[Step], numbers: Sequence[Number]
         if not index:
             q.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
     last_value = numbers[-4] if len(steps) == 1 else None
-    return Polynomial(
-        q=q, gamma=numbers[-1], before=before, slope=steps[-1][1], last_step=(p, last_value, r, numbers[-6])
-    )
+    return Polynomial(q=q, gamma=numbers[-1], before=before, slope=steps[-1][1], last=(p, last_value, r, numbers[-6]))
 
 
 def add_diagonal(p: torch.Tensor, value: Number) -> torch.Tensor:

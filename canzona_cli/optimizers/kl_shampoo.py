@@ -54,13 +54,12 @@ class KLShampoo(EigenbasisOptimizer):
     def _factor_inputs(self, p: torch.Tensor, grad: torch.Tensor) -> Mapping[Side, torch.Tensor]:
         """Returns, for each side, the gradient whitened on the other side, and updates the eigenvalues with
         this gradient. Always in fp32."""
-        state = self.state[p]
-        sides = self._sides(p)
-        size = torch.linalg.vector_norm(grad) / grad.numel() ** 0.5
+        state, sides = self.state[p], self._sides(p)
+        gradient_rms = torch.linalg.vector_norm(grad) / grad.numel() ** 0.5
         # Eigenvalues are 0 at first, and start from the size of the first gradient that is not 0.
         for side in sides:
             values = state[f"eigenvalues_{side}"]
-            torch.where(values.amax() > 0, values, size ** (2 / len(sides)), out=values)
+            torch.where(values.amax() > 0, values, gradient_rms ** (2 / len(sides)), out=values)
         roots = {side: self._inverse_root(p, side) for side in sides}
         if len(sides) < 2:
             self._average_eigenvalues(p, self._sandwich(p, "Q_", grad, transpose="L"), roots)
@@ -100,8 +99,7 @@ class KLShampoo(EigenbasisOptimizer):
         return torch.maximum(values, least).rsqrt_()
 
     def _direction(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        state = self.state[p]
-        beta1, _ = self.betas
+        state, beta1 = self.state[p], self.betas[0]
         out = self.workspace.like("turned", p)
         direction = self._sandwich(p, "Q_", state["exp_avg"].lerp_(grad, 1 - beta1), transpose="L")
         for side in self._sides(p):

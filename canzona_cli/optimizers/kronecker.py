@@ -218,14 +218,12 @@ class KroneckerOptimizer(MatrixOptimizer):
 
     def _is_due(self, p: torch.Tensor) -> bool:
         """Returns True if `p` is refreshed as a whole in this step."""
-        steps_before = self.state[p]["step"] - 1
-        period = self.precondition_frequency
+        steps_before, period = self.state[p]["step"] - 1, self.precondition_frequency
         return steps_before in (0, period) if self.spread else steps_before % period == 0
 
     def _continue_refresh(self, p: torch.Tensor) -> None:
         """Computes this step's part of the refresh of `p` if refreshes are spread."""
-        steps_before = self.state[p]["step"] - 1
-        period = self.precondition_frequency
+        steps_before, period = self.state[p]["step"] - 1, self.precondition_frequency
         if not self.spread or steps_before < 2 * period:
             return
         completed = [self._refresh_part(p, side, steps_before % period) for side in self._sides(p)]
@@ -323,8 +321,7 @@ def unpack(packed: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     rest = side - half
     out.view(-1)[: len(packed)].copy_(packed)
     lower = _lower_mask(half, out.device)
-    corner = out[:half, :half]
-    folded = out[1 : rest + 1, :rest]
+    corner, folded = out[:half, :half], out[1 : rest + 1, :rest]
     torch.where(lower[:rest, :rest], folded, folded.mT, out=out[half:, half:])
     corner.copy_(torch.where(lower, corner.mT, corner))
     out[half:, :half].copy_(out[:half, half:].mT)

@@ -393,11 +393,11 @@ class Muon(MatrixOptimizer):
             trusted: On CUDA, for one matrix: () bool; if it is false and `x` is fp32, p only decays. None
                 means trusted.
         """
-        size = self.scale_factor * scale(*whole, self.scale_mode)
+        factor = self.scale_factor * scale(*whole, self.scale_mode)
         if runs_in_blocks(p):
-            muon_cpu.move(p, x, group["lr"], group["weight_decay"], size, self.workspace)
+            muon_cpu.move(p, x, group["lr"], group["weight_decay"], factor, self.workspace)
         else:
-            muon_cuda.move(p, x, self._rates[id(group)], group["weight_decay"], size, trusted)
+            muon_cuda.move(p, x, self._rates[id(group)], group["weight_decay"], factor, trusted)
 
     def state_shapes(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
         return {MOMENTUM: tuple(p.shape)}

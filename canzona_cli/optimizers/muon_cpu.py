@@ -88,9 +88,9 @@ def _scale_each(targets: torch.Tensor, out: torch.Tensor, new_norm: float, works
     return norms
 
 
-def move(p: torch.Tensor, x: torch.Tensor, lr: float, weight_decay: float, size: float, workspace: Workspace) -> None:
-    """Computes p <- (1 - lr weight_decay) p - lr size x in place, block by block, for one matrix or a run."""
-    decay, alpha = 1 - lr * weight_decay, -lr * size
+def move(p: torch.Tensor, x: torch.Tensor, lr: float, weight_decay: float, factor: float, workspace: Workspace) -> None:
+    """Computes p <- (1 - lr weight_decay) p - lr factor x in place, block by block, for one matrix or a run."""
+    decay, alpha = 1 - lr * weight_decay, -lr * factor
     for weight, block in zip(_blocks(p), _blocks(x), strict=True):
         if block.dtype != weight.dtype:
             block = workspace.get("muon_block", block.shape, p.dtype, p.device).copy_(block)

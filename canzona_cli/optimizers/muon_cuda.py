@@ -36,10 +36,10 @@ def move(
     x: torch.Tensor,
     rates: torch.Tensor,
     weight_decay: float,
-    size: float,
+    factor: float,
     trusted: torch.Tensor | None,
 ) -> None:
-    """Computes p <- (1 - lr weight_decay) p - lr size x in place; if `x` is fp32 and not `trusted`, p only
+    """Computes p <- (1 - lr weight_decay) p - lr factor x in place; if `x` is fp32 and not `trusted`, p only
     decays.
 
     Args:
@@ -49,14 +49,14 @@ def move(
         trusted: () bool on the device, for one matrix; None means trusted.
     """
     decay, rate, decay_rate = rates
-    if trusted is not None and x.dtype is torch.float32 and size:
-        # Only one of the two kernels changes p: to p - lr size (x + weight_decay / size p) if trusted,
+    if trusted is not None and x.dtype is torch.float32 and factor:
+        # Only one of the two kernels changes p: to p - lr factor (x + weight_decay / factor p) if trusted,
         # otherwise to p - lr weight_decay p.
         flag = trusted.float()
-        _descend(p, x, rate * size, weight_decay / size, skip=1 - flag)
+        _descend(p, x, rate * factor, weight_decay / factor, skip=1 - flag)
         _descend(p, p, decay_rate, 0.0, skip=flag)
         return
-    p.mul_(decay).addcmul_(x, rate, value=-size)
+    p.mul_(decay).addcmul_(x, rate, value=-factor)
 
 
 def _descend(p: torch.Tensor, x: torch.Tensor, rate: torch.Tensor, decay: float, *, skip: torch.Tensor) -> None:

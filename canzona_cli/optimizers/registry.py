@@ -61,7 +61,7 @@ def probe(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], dev
     """
     generator = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(device)) for shape in _PROBE_SHAPES]
-    before = [p.detach().clone() for p in params]
+    initial = [p.detach().clone() for p in params]
     try:
         optimizer = make(params)
     except Exception as error:
@@ -81,9 +81,9 @@ def probe(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], dev
             raise UnusableOptimizer(
                 f"step {step} failed on 2-D parameters without closure or autograd: {_error_text(error)}"
             ) from error
-        for p, old in zip(params, before, strict=True):
+        for p, old in zip(params, initial, strict=True):
             _check_step(p, old, step)
-    for p, old in zip(params, before, strict=True):
+    for p, old in zip(params, initial, strict=True):
         if torch.equal(p, old):
             raise UnusableOptimizer(f"two steps left a {tuple(p.shape)} parameter unchanged")
 

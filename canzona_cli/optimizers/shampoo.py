@@ -200,8 +200,9 @@ class Shampoo(KroneckerOptimizer):
         if self.grafting == "adam":
             square = state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
             # `_sandwich` overwrites this scratch, but by then only the norm of the grafted update is needed.
-            root = torch.div(square, 1 - beta2**step, out=self.workspace.like("sandwich_L", p)).sqrt_().add_(self.eps)
-            grafted = torch.div(mean, root, out=root)
+            divisor = torch.div(square, 1 - beta2**step, out=self.workspace.like("sandwich_L", p))
+            divisor.sqrt_().add_(self.eps)
+            grafted = torch.div(mean, divisor, out=divisor)
         if not self._sides(p):
             return grafted
         norm = torch.linalg.vector_norm(grafted)

@@ -107,8 +107,7 @@ def gram_by_rows(
         all ranks: true if the result can be trusted.
     """
     twin = workspace.like("ns_twin", x)
-    side = x.size(0 if wide else 1)
-    done = 0
+    side, done = x.size(0 if wide else 1), 0
     rows = ranks.rows(side)
     norm = starting_norm(side, x.dtype)
     error: Number = 0.0
@@ -197,9 +196,7 @@ def _polynomial(
             _multiply(p_rows, q, blend(half, q[rows], value, p_rows, gamma))
             pending = (ranks.gather(q, half),)
             yield pending if is_last else gathered
-    return Polynomial(
-        q=q, gamma=numbers[-1], before=before, slope=steps[-1][1], last_step=(p, numbers[-4], r, numbers[-6])
-    )
+    return Polynomial(q=q, gamma=numbers[-1], before=before, slope=steps[-1][1], last=(p, numbers[-4], r, numbers[-6]))
 
 
 def _multiply(rows: torch.Tensor, whole: torch.Tensor, out: torch.Tensor, alpha: float = 1.0) -> None:

@@ -102,13 +102,13 @@ class SOAP(EigenbasisOptimizer):
         steps_before: int = state["step"] - 1
         if not steps_before:
             return
-        size = self._adam(p, steps_before).square_().mean().sqrt()
+        update_rms = self._adam(p, steps_before).square_().mean().sqrt()
         beta1, beta2 = self.betas
         least = torch.square(state["exp_avg"], out=self.workspace.like("adam", p))
-        least.mul_((1 - beta2**steps_before) / ((1 - beta1**steps_before) * LONGEST) ** 2 * (size > LONGEST))
+        least.mul_((1 - beta2**steps_before) / ((1 - beta1**steps_before) * LONGEST) ** 2 * (update_rms > LONGEST))
         torch.maximum(state["exp_avg_sq"], least, out=state["exp_avg_sq"])
         self._report_bound(
-            p, size, LONGEST, "in its new bases its update would be {:.3g} learning rates long; it was bounded"
+            p, update_rms, LONGEST, "in its new bases its update would be {:.3g} learning rates long; it was bounded"
         )
 
     def _direction(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
@@ -129,8 +129,8 @@ class SOAP(EigenbasisOptimizer):
         gradients."""
         state = self.state[p]
         beta1, beta2 = self.betas
-        root = torch.div(state["exp_avg_sq"], 1 - beta2**steps, out=self.workspace.like("adam", p)).sqrt_()
+        divisor = torch.div(state["exp_avg_sq"], 1 - beta2**steps, out=self.workspace.like("adam", p)).sqrt_()
         if self._sides(p):  # so that rounding errors from rotating the gradient do not act as gradients
-            root.add_(torch.linalg.vector_norm(root).mul_(torch.finfo(root.dtype).eps))
-        root.add_(self.eps)
-        return torch.div(state["exp_avg"], root, out=root).div_(1 - beta1**steps)
+            divisor.add_(torch.linalg.vector_norm(divisor).mul_(torch.finfo(divisor.dtype).eps))
+        divisor.add_(self.eps)
+        return torch.div(state["exp_avg"], divisor, out=divisor).div_(1 - beta1**steps)

@@ -68,5 +68,5 @@ class SOAPMuon(SOAP):
         adam.div_(torch.linalg.vector_norm(adam, torch.inf).clamp_min_(_SMALLEST))
         torch.div(adam, torch.linalg.vector_norm(adam).clamp_min_(1.0), out=x)
         x = newton_schulz(x, self.steps, self.workspace)
-        size = self.scale_factor * scale(p.size(0), p.size(1), self.scale_mode)
-        return self.workspace.like("adam", p).copy_(x).mul_(size)
+        factor = self.scale_factor * scale(p.size(0), p.size(1), self.scale_mode)
+        return self.workspace.like("adam", p).copy_(x).mul_(factor)

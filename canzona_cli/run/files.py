@@ -209,9 +209,7 @@ def append_json_line(path: Path, value: Mapping[str, object]) -> None:
         written = os.write(descriptor, line)
         if written < len(line):  # the disk became full during the write
             end = os.lseek(descriptor, 0, os.SEEK_CUR)
-            if (
-                os.fstat(descriptor).st_size == end
-            ):  # otherwise another writer has appended, and this line stays incomplete
+            if os.fstat(descriptor).st_size == end:  # if another writer has appended, this line stays incomplete
                 os.ftruncate(descriptor, end - written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:

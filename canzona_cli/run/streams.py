@@ -91,8 +91,7 @@ def _wrap(stream: TextIO | None, descriptor: int) -> TextIO:
                 return stream
         except (OSError, ValueError):  # not backed by a file
             return stream
-        encoding = stream.encoding
-        unbuffered = getattr(stream, "write_through", False)
+        encoding, unbuffered = stream.encoding, getattr(stream, "write_through", False)
     raw = _Stream(descriptor, "w", closefd=False)
     raw.replaced = stream
     by_line = descriptor == 2 or raw.isatty()

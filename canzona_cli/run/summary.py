@@ -79,8 +79,7 @@ def goodput_of(files: RunFiles, events: Sequence[Event]) -> Goodput | None:
     wall_s = max(moments, default=0.0) - min(moments, default=0.0)
     if not lasting or launched_s is None or wall_s <= 0:
         return None
-    kept_s = _step_seconds(lasting)
-    redone_s = math.fsum(map(_step_seconds, lost))
+    kept_s, redone_s = _step_seconds(lasting), math.fsum(map(_step_seconds, lost))
     # Launches seem to overlap if the clock was set back between them.
     wall_s = max(wall_s, kept_s + redone_s)
     return Goodput(wall_s=wall_s, kept_s=kept_s, redone_s=redone_s, between_s=max(0.0, wall_s - launched_s))
@@ -90,8 +89,7 @@ def _with_rising_times[R: (StepMetrics, ValidationLoss, Event)](lines: Sequence[
     """Corrects the times of a file's lines if the clock was set back: from the first line that is too early,
     all times are shifted so that this line gets the time of the previous line."""
     corrected: list[R] = []
-    newest = -math.inf
-    set_back_s = 0.0
+    newest, set_back_s = -math.inf, 0.0
     for line in lines:
         if line.time is not None:
             if line.time + set_back_s < newest - _CLOCK_NOISE_S:

@@ -297,8 +297,7 @@ class Follower:
         prefix."""
         for kind, lines in self._records.items():
             for line in lines.read():
-                step = line.pop("step", None)
-                written_at = line.pop("time", None)
+                step, written_at = line.pop("step", None), line.pop("time", None)
                 if not isinstance(step, int) or (kind == _SAMPLE and line.get("event") != _SAMPLE):
                     continue
                 if kind == _SAMPLE:

@@ -234,5 +234,5 @@ class CountingStream(Iterator[Batch]):
         torch.distributed.all_reduce(totals)
         # Tensor-parallel ranks and pipeline stages receive the same batches, so each was counted tp * pp
         # times.
-        tokens, size = (totals / (self._world.layout.tp * self._world.layout.pp)).tolist()
-        return tokens, size
+        tokens, text_bytes = (totals / (self._world.layout.tp * self._world.layout.pp)).tolist()
+        return tokens, text_bytes

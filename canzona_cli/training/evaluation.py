@@ -51,17 +51,16 @@ def evaluate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     journal.stage("validate", f"step {point.step}")
     losses = {}
     totals = []
-    for validation_set in validation_sets:
-        samples = BatchStream(validation_set.samples, world)
-        batches = CountingStream(samples, world, None if lengths is None else lengths.values)
-        losses[validation_set.name] = validate(model, batches, global_batches=config.train.eval_batches)
+    for part in validation_sets:
+        batches = CountingStream(BatchStream(part.samples, world), world, None if lengths is None else lengths.values)
+        losses[part.name] = validate(model, batches, global_batches=config.train.eval_batches)
         totals.append(batches.totals())
     tokens = sum(set_tokens for set_tokens, _ in totals)
     text_bytes = sum(
-        validation_set.share * set_bytes * tokens / set_tokens
-        for validation_set, (set_tokens, set_bytes) in zip(validation_sets, totals, strict=True)
+        part.share * set_bytes * tokens / set_tokens
+        for part, (set_tokens, set_bytes) in zip(validation_sets, totals, strict=True)
     )
-    loss = sum(validation_set.share * losses[validation_set.name] for validation_set in validation_sets)
+    loss = sum(part.share * losses[part.name] for part in validation_sets)
     if rank == 0:
         evaluation = Evaluation(
             checkpoint=checkpoint,

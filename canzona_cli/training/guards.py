@@ -143,14 +143,12 @@ class Divergence:
             last_step: The run's last step if the run trained to its end in spite of the divergence; None if it
                 stops now.
         """
-        reason = self.words
-        fix = "a lower optimizer.lr or a longer schedule.warmup_steps"
+        reason, fix = self.words, "a lower optimizer.lr or a longer schedule.warmup_steps"
         if last_step is None:
             fix += "; train.divergence=warn continues training after a divergence"
         else:
-            reason += (
-                f"; with train.divergence=warn the run continued to its last step, {last_step}, and did not recover"
-            )
+            continued = f"the run continued to its last step, {last_step}, and did not recover"
+            reason += f"; with train.divergence=warn {continued}"
         return Diverged(Problem(key=f"step {self.step}", reason=reason, fix=fix), since=self.since)
 
 
@@ -224,8 +222,7 @@ class DivergenceGuard:
             loss: the validation loss in nats per token; may be NaN or infinite.
             final: True for the validation after the run's last step.
         """
-        memory = self.memory
-        before = memory.first_validation
+        memory, before = self.memory, self.memory.first_validation
         if before is None and math.isfinite(loss):
             self.memory = replace(memory, first_validation=loss, sound=step)
             return None

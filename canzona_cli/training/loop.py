@@ -29,12 +29,12 @@ class NonFiniteLoss(Diverged):
     """The error for a loss that is NaN or infinite. Another step would destroy the weights."""
 
     def __init__(self, step: int, loss: float, ranks: Sequence[int] = (), *, since: int | None = None) -> None:
-        where = describe_bad_losses(ranks)
+        cause = describe_bad_losses(ranks)
         super().__init__(
             Problem(
                 key=f"step {step}",
                 value=loss,
-                reason="the loss is no longer a finite number" + (f"; {where}" if where else ""),
+                reason="the loss is no longer a finite number" + (f"; {cause}" if cause else ""),
                 fix="a lower optimizer.lr or a longer schedule.warmup_steps; or look at the data of this step",
             ),
             since=step if since is None else since,

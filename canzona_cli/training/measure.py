@@ -42,17 +42,17 @@ class _RankMeans:
     """The peak memory of the rank, in bytes."""
 
 
-def measured_steps(steps: Sequence[StepTiming], first: int, profiled: tuple[int, int] | None) -> Sequence[StepTiming]:
+def measured_steps(steps: Sequence[StepTiming], start: int, profiled: tuple[int, int] | None) -> Sequence[StepTiming]:
     """Returns the steps that the breakdown averages over: those after the warm-up that are not profiled; if all
     are, those after the warm-up.
 
     Args:
-        first: the number of the first of `steps`.
+        start: the number of the first of `steps`.
         profiled: the numbers of the first and the last profiled step; None if no step is profiled.
     """
     warm_up = _warm_up(steps)
     profiled_first, profiled_last = profiled or (0, -1)
-    numbered = enumerate(steps[warm_up:], first + warm_up)
+    numbered = enumerate(steps[warm_up:], start + warm_up)
     return [step for number, step in numbered if not profiled_first <= number <= profiled_last] or steps[warm_up:]
 
 
@@ -62,7 +62,7 @@ def _warm_up(steps: Sequence[StepTiming]) -> int:
 
 
 def gather_breakdown(
-    config: RunConfig, world: World, steps: Sequence[StepTiming], first: int = 1
+    config: RunConfig, world: World, steps: Sequence[StepTiming], start: int = 1
 ) -> MeasuredBreakdown | None:
     """Gathers every rank's mean phase times, and returns the run's breakdown on rank 0. Collective.
 
@@ -71,12 +71,12 @@ def gather_breakdown(
 
     Args:
         steps: the timings of this launch's steps.
-        first: the number of the first of them; a resumed run's first step is not step 1.
+        start: the number of the first of them; a resumed run's first step is not step 1.
 
     Returns:
         The breakdown; None on other ranks, or if no step was measured.
     """
-    measured = measured_steps(steps, first, config.run.profile_steps)
+    measured = measured_steps(steps, start, config.run.profile_steps)
     means = _RankMeans(
         step_s=sum(s.step_s for s in measured) / max(1, len(measured)),
         phases=mean_phases([step.phases for step in measured]),
@@ -249,8 +249,7 @@ class StragglerWatch:
         self._step_s += timing.step_s / WINDOW
         if len(self._own) == WINDOW:
             self._exchange = step, self._step_s, self._send()
-            self._own = []
-            self._step_s = 0.0
+            self._own, self._step_s = [], 0.0
 
     def _send(self) -> Callable[[], list[float]]:
         """Starts to gather the window's times, and this rank's stage, from all ranks. Returns a function that
@@ -264,8 +263,7 @@ class StragglerWatch:
     def _judge(self, step: int, step_s: float, received: list[float]) -> None:
         """Reports the stragglers of a window, given the gathered times and stages of all ranks."""
         rows = [received[start : start + WINDOW + 1] for start in range(0, len(received), WINDOW + 1)]
-        times = [row[:-1] for row in rows]
-        stages = [int(row[-1]) for row in rows]
+        times, stages = [row[:-1] for row in rows], [int(row[-1]) for row in rows]
         slow = find_stragglers(times, stages, step_s=step_s, limit=self._limit)
         # A straggler is reported once, and again only if it recovered in the meantime.
         for rank in slow.keys() - self._reported:

@@ -74,5 +74,4 @@ class StarvationWatch:
             detail = f"{len(starved)} of {len(experts)} experts got no token in {self._steps} steps: {named}"
             facts = {"step": step, "experts": len(starved)}
             self._journal.incident("starved_experts", detail=detail, level="warning", **facts)
-        self._fed = set()
-        self._steps = 0
+        self._fed, self._steps = set(), 0

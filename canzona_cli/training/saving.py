@@ -195,14 +195,10 @@ class Saver:
             return
         self._newest = path.name
         size = sum(file.stat().st_size for file in path.iterdir())
+        seconds = self._clock() - begun
+        place = str(path.relative_to(self._files.root))
         self._journal.checkpoint(
-            CheckpointEvent(
-                step=save.step,
-                seconds=self._clock() - begun,
-                stall_s=stall_s,
-                bytes=size,
-                path=str(path.relative_to(self._files.root)),
-            )
+            CheckpointEvent(step=save.step, seconds=seconds, stall_s=stall_s, bytes=size, path=place)
         )
         self._retain()
 
@@ -241,9 +237,8 @@ class Saver:
         written = 0
         while save.thread.is_alive():
             save.thread.join(_HEARTBEAT_S)
-            written_before = written
-            written = bytes_written(partial_path(self._files.checkpoints, save.step))
-            if written != written_before:  # the save makes progress, so this rank does not hang
+            before, written = written, bytes_written(partial_path(self._files.checkpoints, save.step))
+            if written != before:  # the save makes progress, so this rank does not hang
                 self._alive()
         return save.failure
 

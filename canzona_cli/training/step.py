@@ -277,8 +277,7 @@ def greedy_continuation(model: Model, prompt: Sequence[int], *, tokens: int, end
         tokens: The maximum number of tokens to return. The sequence also ends at `train.seq_length`.
         end: The token that ends the text; it is not returned.
     """
-    layout = model.world.layout
-    longest = model.config.train.seq_length
+    layout, longest = model.world.layout, model.config.train.seq_length
     length = min(longest, len(prompt) + tokens)
     # Context and sequence parallelism divide the sequence into this many slices.
     slices = 2 * layout.cp * layout.tp
