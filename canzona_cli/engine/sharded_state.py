@@ -267,17 +267,17 @@ class ShardedState:
         entries = get_param_id_to_sharded_param_map(model, [param for _, param in named])
         return {named[index][0]: entry for index, entry in entries.items()}
 
-    def _names(self, weight: str, fields: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+    def _names(self, weight_key: str, fields: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
         """Returns the name that each field of a parameter's state has in the checkpoint. The master is not
         included if the checkpoint has no masters.
 
         Args:
-            weight: the key of the parameter.
+            weight_key: the key of the parameter.
             fields: the possible names of each field.
         """
         names: dict[str, str] = {}
         for field, possible in fields.items():
-            keys = {name: f"{STATE}{name}.{weight}" for name in possible}
+            keys = {name: f"{STATE}{name}.{weight_key}" for name in possible}
             stored = [name for name, key in keys.items() if self._stored is None or key in self._stored]
             if stored:
                 names[field] = stored[0]

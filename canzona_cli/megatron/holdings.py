@@ -138,8 +138,8 @@ def _masters_of(optimizer: MegatronOptimizer, names: dict[torch.nn.Parameter, st
         )
 
     if isinstance(optimizer, DistributedOptimizer):
-        for param, (group, order) in optimizer.model_param_group_index_map.items():
-            master = inner.param_groups[group]["params"][order]
+        for param, (group_index, index) in optimizer.model_param_group_index_map.items():
+            master = inner.param_groups[group_index]["params"][index]
             yield master_range(param, master, optimizer._get_model_param_range_map(param)["param"].start)
     elif isinstance(optimizer, Float16OptimizerWithFloat16Params):
         for params, masters in zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True):

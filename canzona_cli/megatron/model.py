@@ -171,7 +171,7 @@ def can_compile(world: World) -> bool:
     return bool(works_everywhere)
 
 
-def initialize_weights(model: torch.nn.Module, shape: ModelConfig, world: World, *, seed: int) -> None:
+def initialize_weights(model: torch.nn.Module, config: ModelConfig, world: World, *, seed: int) -> None:
     """Sets every parameter to its initial weights, which depend on the seed but not on the layout.
 
     Each matrix (named by its layer in the whole model; gate and up are separate matrices) is drawn in full
@@ -182,20 +182,20 @@ def initialize_weights(model: torch.nn.Module, shape: ModelConfig, world: World,
     Raises:
         RuntimeError: the model has a parameter whose initialisation is not known.
     """
-    routers = tuple(router.name for router in family_of(shape).routers(shape))
+    routers = tuple(router.name for router in family_of(config).routers(config))
     with torch.no_grad():
         for name, param in global_names(model):
             if param.dim() == 1:
                 param.fill_(1.0)
                 continue
-            whole = weight_of(name, shape)
+            whole = weight_of(name, config)
             if whole is None and name.endswith(routers):
-                param.copy_(_draw(name, (param.size(0), param.size(1)), shape.init_std, seed, param.device))
+                param.copy_(_draw(name, (param.size(0), param.size(1)), config.init_std, seed, param.device))
                 continue
             if whole is None:
                 raise RuntimeError(f"parameter {name} has no known initialisation")
-            count, index = world.cut(name, shape)
-            std = shape.init_std / math.sqrt(2 * shape.num_layers) if whole.cut == "cols" else shape.init_std
+            count, index = world.cut(name, config)
+            std = config.init_std / math.sqrt(2 * config.num_layers) if whole.cut == "cols" else config.init_std
             fragments = [
                 _draw(key, (rows, whole.cols), std, seed, param.device).chunk(count, dim=whole.shard_dim)[index]
                 for key, rows in _matrices_to_draw(whole)

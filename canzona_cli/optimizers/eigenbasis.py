@@ -41,9 +41,9 @@ class EigenbasisOptimizer(KroneckerOptimizer):
             return
         for (p, side), factor in zip(stack, factors, strict=True):
             name, report = f"the eigendecomposition of {side}", partial(self._report, p)
-            new = compute_with_fallback(eigenbasis, factor, name, report)
-            if new is not None:  # there is nothing to carry over from the identity
-                self.state[p][f"Q_{side}"].copy_(new)
+            new_basis = compute_with_fallback(eigenbasis, factor, name, report)
+            if new_basis is not None:  # there is nothing to carry over from the identity
+                self.state[p][f"Q_{side}"].copy_(new_basis)
 
     def _renew(self, stack: Stack, powered: torch.Tensor, bases: torch.Tensor) -> None:
         """Makes the columns of `powered` orthonormal, and uses them as the new bases from now on.
@@ -52,9 +52,9 @@ class EigenbasisOptimizer(KroneckerOptimizer):
             powered: The factors times their bases (len(stack), length, length).
             bases: The bases in use, of the same shape.
         """
-        for (p, side), new in zip(stack, self._orthonormalise(stack, powered, bases), strict=True):
-            if new is not None:
-                self._turn(p, side, new)
+        for (p, side), new_basis in zip(stack, self._orthonormalise(stack, powered, bases), strict=True):
+            if new_basis is not None:
+                self._turn(p, side, new_basis)
 
     def _refresh_part(self, p: torch.Tensor, side: Side, part: int) -> bool:
         state = self.state[p]
@@ -62,17 +62,17 @@ class EigenbasisOptimizer(KroneckerOptimizer):
             basis, next_basis = state[f"Q_{side}"], state[f"next_Q_{side}"]
             torch.mm(unpack(state[side], self._square(p, 1, len(basis))[0]), basis, out=next_basis)
             self._begin_refresh(p, side)
-        new = self._orthonormalise_part(p, side, part)
-        if new is not None:
-            self._turn(p, side, new)
-        return new is not None
+        new_basis = self._orthonormalise_part(p, side, part)
+        if new_basis is not None:
+            self._turn(p, side, new_basis)
+        return new_basis is not None
 
     def _begin_refresh(self, p: torch.Tensor, side: Side) -> None:
         """Does nothing here. Called in a spread refresh when `next_Q` is the factor times its eigenbasis."""
 
-    def _turn(self, p: torch.Tensor, side: Side, new: torch.Tensor) -> None:
+    def _turn(self, p: torch.Tensor, side: Side, new_basis: torch.Tensor) -> None:
         """Replaces the basis of one side by a new one."""
-        self.state[p][f"Q_{side}"].copy_(new)
+        self.state[p][f"Q_{side}"].copy_(new_basis)
 
     def _orthonormalise(
         self, stack: Stack, powered: torch.Tensor, bases: torch.Tensor

@@ -137,12 +137,12 @@ def _normuon(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]
     Bytes per element, with w as in `_muon`: norms w and scaling w + 4, or 4 and 8 if Newton-Schulz returns
     fp32. The scaled update is fp32, so weight decay and weight take 20, or 12 if they take one pass.
     """
-    muon, none = _muon(a, rows, cols)
+    muon, no_refresh = _muon(a, rows, cols)
     w = matmul_bytes(a)
     zeroing = 2 * w if a.form == "gram" and a.stack is True else 0
     scaled = 12 if _in_one_pass(a) else 2 * w + 4
     traffic = muon.traffic + (scaled + (12 if _in_one_pass(a) else 20) + zeroing - _move_bytes(a)) * rows * cols
-    return replace(muon, traffic=traffic, launches=muon.launches + 8), none
+    return replace(muon, traffic=traffic, launches=muon.launches + 8), no_refresh
 
 
 def matmul_bytes(a: Algorithm) -> int:
@@ -183,14 +183,14 @@ def _gram(steps: int, m: int, n: int, width: int) -> Work:
     parts = segments(steps)
     squares = 4 * steps - 3 * len(parts)
     passes = sum(8 * k - 5 for k in parts)
-    multi_step = sum(k > 1 for k in parts)
-    rows = min(m, SAMPLES)
-    probe = width * rows * ((3 * len(parts) + 4 * multi_step) * m + len(parts) * n)
+    longer_parts = sum(k > 1 for k in parts)
+    sampled_rows = min(m, SAMPLES)
+    probe = width * sampled_rows * ((3 * len(parts) + 4 * longer_parts) * m + len(parts) * n)
     return Work(
         matmuls=((len(parts), m, m, n),),
         symmetric=((len(parts), m, n), (squares, m, m)),
         traffic=width * passes * m * m + probe,
-        launches=sum(13 * k + 10 for k in parts) + 10 * multi_step - 4,
+        launches=sum(13 * k + 10 for k in parts) + 10 * longer_parts - 4,
     )
 
 

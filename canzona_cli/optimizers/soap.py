@@ -60,26 +60,26 @@ class SOAP(EigenbasisOptimizer):
         powered = powered.take_along_dim(order[:, None], -1)
         bases = bases.take_along_dim(order[:, None], -1)
         turned = self._orthonormalise(stack, powered, bases)
-        for (p, side), new, column_order in zip(stack, turned, order, strict=True):
-            if new is not None:
+        for (p, side), new_basis, column_order in zip(stack, turned, order, strict=True):
+            if new_basis is not None:
                 self._reorder(p, side, column_order, "exp_avg_sq")
-                self._turn(p, side, new)
+                self._turn(p, side, new_basis)
 
     def _reorder(self, p: torch.Tensor, side: Side, order: torch.Tensor, moment: str) -> None:
         """Puts the rows (L) or columns (R) of a moment into the order of the columns of a new basis."""
         stored = self.state[p][moment]
         stored.copy_(stored[order] if side == "L" else stored[:, order])
 
-    def _turn(self, p: torch.Tensor, side: Side, new: torch.Tensor) -> None:
+    def _turn(self, p: torch.Tensor, side: Side, new_basis: torch.Tensor) -> None:
         """Rotates the first moment of `p` into a new basis of one side, and stores the basis."""
         state = self.state[p]
         basis, moment = state[f"Q_{side}"], state["exp_avg"]
         turned = self.workspace.like("adam", p)
         if side == "L":
-            torch.mm(new.mT, torch.mm(basis, moment, out=turned), out=moment)
+            torch.mm(new_basis.mT, torch.mm(basis, moment, out=turned), out=moment)
         else:
-            torch.mm(torch.mm(moment, basis.mT, out=turned), new, out=moment)
-        basis.copy_(new)
+            torch.mm(torch.mm(moment, basis.mT, out=turned), new_basis, out=moment)
+        basis.copy_(new_basis)
 
     def _begin_refresh(self, p: torch.Tensor, side: Side) -> None:
         """Reorders the columns of the basis in use and of the next one, and the moments."""

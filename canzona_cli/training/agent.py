@@ -66,13 +66,13 @@ def _start(
     """
     if args[:3] != (sys.executable, "-u", "-m"):
         raise ValueError(f"only a Python module can be started as a fork: {args}")
-    rank = partial(_run_rank, args[3:], env)
+    run_rank = partial(_run_rank, args[3:], env)
     # Python ignores some signals, such as SIGPIPE. Popen would reset them, which is right only for other
     # programs.
     return subprocess.Popen(
         args,
         env=env,
-        preexec_fn=rank,
+        preexec_fn=run_rank,
         restore_signals=False,
         stdout=stdout,
         stderr=stderr,

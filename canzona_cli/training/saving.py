@@ -70,7 +70,8 @@ class Saver:
         self._texts, self._clock, self._alive = texts, clock, alive
         self._newest = last_checkpoint
         self._snapshots = Snapshots(trainee)
-        self._running: _Save | None = None
+        self._last_save: _Save | None = None
+        """The newest save, which may be complete; None before the first save."""
         self._saved_at = clock()
 
     def is_due(self, step: int) -> bool:
@@ -140,7 +141,7 @@ class Saver:
             self._journal.incident("save_waits", step=progress.step, detail=detail, level="info")
         self.wait_until_written()
         self._saved_at = self._clock()
-        save = self._running = _Save(step=progress.step)
+        save = self._last_save = _Save(step=progress.step)
         if not self._begin(save):
             return
         shard = self._snapshots.take()
@@ -204,7 +205,7 @@ class Saver:
 
     def _unfinished_save(self) -> _Save | None:
         """Returns the save that this rank is still writing; None if there is none."""
-        save = self._running
+        save = self._last_save
         return save if save is not None and save.thread is not None and save.thread.is_alive() else None
 
     def _record_failure(self, save: _Save, error: BaseException) -> None:
@@ -231,7 +232,7 @@ class Saver:
             The error that stopped the save; None if it did not fail. Further calls return the same error
             until the next save starts. Only rank 0 gets the errors of all ranks.
         """
-        save = self._running
+        save = self._last_save
         if save is None or save.thread is None:
             return None if save is None else save.failure
         written = 0
