@@ -154,8 +154,8 @@ class RedundantOptimizer(MasterOptimizer):
         self._dense_gather = FragmentGather(wiring, dense)
         self._expert_gather = FragmentGather(wiring.as_single_rank(), experts)
         gathered = [(m, self._dense_gather if m.expert_rank is None else self._expert_gather) for m in matrices]
-        copied = [matrix.elements for matrix, gathering in gathered if not gathering.needs_no_copy(matrix)]
-        self._scratch = torch.empty(max(copied, default=0), dtype=torch.float32, device=wiring.device)
+        copied_elements = [matrix.elements for matrix, gathering in gathered if not gathering.needs_no_copy(matrix)]
+        self._scratch = torch.empty(max(copied_elements, default=0), dtype=torch.float32, device=wiring.device)
         self.groups: list[RedundantUpdate] = [
             RedundantUpdate(matrix, gathering, self._scratch) for matrix, gathering in gathered
         ]

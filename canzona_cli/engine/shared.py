@@ -129,8 +129,8 @@ class Sharing:
         self.optimizer = optimizer = wiring.make_optimizer(matrices, masters)
         assert isinstance(optimizer, SharedMuon)
         views = [(wiring.fragments.gradient(matrix), wiring.fragments.weight(matrix)) for matrix in matrices]
-        copied = [reduced.numel() for reduced, _ in views if not lies_flat(reduced)]
-        self._scratch = torch.empty(max(copied, default=0), dtype=torch.float32, device=wiring.device)
+        copied_elements = [reduced.numel() for reduced, _ in views if not lies_flat(reduced)]
+        self._scratch = torch.empty(max(copied_elements, default=0), dtype=torch.float32, device=wiring.device)
         self._sums = torch.zeros(len(self.hosted), device=wiring.device)
         """A number for each matrix, finite if the last update of the matrix was finite: (matrices,)."""
         self._places = {matrix.index: place for place, matrix in enumerate(self.hosted)}

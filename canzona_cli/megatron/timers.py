@@ -136,8 +136,8 @@ class PhaseTimer:
         """The last complete step, whose times have not been read yet."""
         self._timings: list[StepTiming] = []
         self._steps_begun = 0
-        self._ranges: list[torch.profiler.record_function] | None = None
-        self._keep: tuple[int, int] | None = None
+        self._profiler_ranges: list[torch.profiler.record_function] | None = None
+        self._chosen_steps: tuple[int, int] | None = None
         self._kept_steps: deque[_Step] = deque(maxlen=KEPT_STEPS)
         self.on_change: Callable[[Phase], None] | None = None
         """A function that is called with the new phase at every change of phase, also outside of steps."""
@@ -163,7 +163,7 @@ class PhaseTimer:
     def keep(self, first: int, last: int) -> None:
         """Keeps the timestamps of the steps with the numbers `first` to `last` for `timelines`, instead of the
         timestamps of the most recent steps."""
-        self._keep, self._kept_steps = (first, last), deque()
+        self._chosen_steps, self._kept_steps = (first, last), deque()
 
     def begin_step(self) -> None:
         """Starts a step. Until `end_step`, time is attributed to the phase that is `current`."""
@@ -177,7 +177,7 @@ class PhaseTimer:
         self._step.end, self._step.moment = self._clock.now(), self._clock.moment
         self._read()
         self._unread, self._step = self._step, None
-        if self._keep is None or self._keep[0] <= self._steps_begun <= self._keep[1]:
+        if self._chosen_steps is None or self._chosen_steps[0] <= self._steps_begun <= self._chosen_steps[1]:
             self._kept_steps.append(self._unread)
 
     def timings(self) -> list[StepTiming]:
@@ -200,20 +200,20 @@ class PhaseTimer:
     def annotate(self, on: bool) -> None:
         """Starts or stops naming the phases in traces of torch's profiler. May only be called between
         steps."""
-        self._ranges = [] if on else None
+        self._profiler_ranges = [] if on else None
 
     def push(self, phase: Phase) -> None:
         """Enters a phase, until the matching `pop`."""
         self._stack.append(phase)
         self._mark()
-        if self._ranges is not None:
-            self._ranges.append(torch.profiler.record_function(f"canzona: {phase}"))
-            self._ranges[-1].__enter__()  # type: ignore[no-untyped-call]
+        if self._profiler_ranges is not None:
+            self._profiler_ranges.append(torch.profiler.record_function(f"canzona: {phase}"))
+            self._profiler_ranges[-1].__enter__()  # type: ignore[no-untyped-call]
 
     def pop(self) -> None:
         """Leaves the innermost phase."""
-        if self._ranges:
-            self._ranges.pop().__exit__(None, None, None)
+        if self._profiler_ranges:
+            self._profiler_ranges.pop().__exit__(None, None, None)
         self._stack.pop()
         self._mark()
 

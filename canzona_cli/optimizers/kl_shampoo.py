@@ -104,9 +104,9 @@ class KLShampoo(EigenbasisOptimizer):
         direction = self._sandwich(p, "Q_", state["exp_avg"].lerp_(grad, 1 - beta1), transpose="L")
         for side in self._sides(p):
             direction = torch.mul(direction, self._inverse_root(p, side).unsqueeze(1 if side == "L" else 0), out=out)
-        length = (torch.linalg.vector_norm(direction) / p.numel() ** 0.5).clamp_min_(torch.finfo(p.dtype).tiny)
+        direction_rms = (torch.linalg.vector_norm(direction) / p.numel() ** 0.5).clamp_min_(torch.finfo(p.dtype).tiny)
         if not self._sides(p):
-            return torch.mul(direction, NO_FACTOR / length, out=out)
+            return torch.mul(direction, NO_FACTOR / direction_rms, out=out)
         step: int = state["step"]
-        direction.mul_((LONGEST / length).clamp_max_(1 / (1 - beta1**step)))
+        direction.mul_((LONGEST / direction_rms).clamp_max_(1 / (1 - beta1**step)))
         return self._sandwich(p, "Q_", direction, transpose="R")

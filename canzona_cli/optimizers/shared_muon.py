@@ -46,9 +46,9 @@ class SharedMuon(muon.Muon):
 
     def _update_together(self, p: torch.Tensor, whole: Shape, ranks: FragmentGroup) -> Turns[bool]:
         workspace = ranks.workspace or self.workspace
-        x, norm, norm_square = self._fragment_direction(p, self.dtype, min(whole), workspace)
+        x, fragment_norm, norm_square = self._fragment_direction(p, self.dtype, min(whole), workspace)
         yield (ranks.total(norm_square),)
-        _rescale(x, norm, norm_square)
+        _rescale(x, fragment_norm, norm_square)
         x, trusted = yield from gram_by_rows(x, self.steps, ranks, workspace, wide=_is_wide(p, whole))
         # A direction of zeros gives an exact update of zeros, whatever the estimate.
         trusted |= norm_square.view(()) == 0
@@ -97,16 +97,17 @@ class SharedMuon(muon.Muon):
                 return
             # One half at a time, in a square that only the Gram form uses, so that no more memory is needed.
             for half in gram.chunk(2):
-                exact = self.workspace.like("ns_all", gram).view(-1).view(torch.float32).view(half.shape).copy_(half)
-                total(exact)
-                half.copy_(exact)
+                scratch = self.workspace.like("ns_all", gram).view(-1).view(torch.float32)
+                half_fp32 = scratch.view(half.shape).copy_(half)
+                total(half_fp32)
+                half.copy_(half_fp32)
 
         with matmul_precision("fp32"):
-            x, norm, norm_square = self._fragment_direction(
+            x, fragment_norm, norm_square = self._fragment_direction(
                 p, self._standard, min(whole), self.workspace, again=not distrusted
             )
             total(norm_square)
-            _rescale(x, norm, norm_square)
+            _rescale(x, fragment_norm, norm_square)
             x = newton_schulz(x, self.steps, self.workspace, wide=_is_wide(p, whole), total=sum_gram)
             if not muon.runs_in_blocks(p):
                 self._set_rates(p, group)
@@ -121,10 +122,10 @@ class SharedMuon(muon.Muon):
         return next(group for group in self.param_groups if any(member is p for member in group["params"]))
 
 
-def _rescale(x: torch.Tensor, norm: torch.Tensor, norm_square: torch.Tensor) -> None:
-    """Rescales a fragment in place: `x` was divided by the fragment's `norm`, and is now divided by the norm
-    of the whole matrix instead, whose square is `norm_square`."""
-    x.mul_((norm / norm_square.sqrt().clamp_min(1e-300)).view(1, 1))
+def _rescale(x: torch.Tensor, fragment_norm: torch.Tensor, norm_square: torch.Tensor) -> None:
+    """Rescales a fragment in place: `x` was divided by `fragment_norm`, and is now divided by the norm of the
+    whole matrix instead, whose square is `norm_square`."""
+    x.mul_((fragment_norm / norm_square.sqrt().clamp_min(1e-300)).view(1, 1))
 
 
 def _is_wide(fragment: torch.Tensor, whole: Shape) -> bool:

@@ -167,8 +167,8 @@ class BatchStream(Iterator[Batch]):
 
     def __init__(self, dataset: torch.utils.data.Dataset[Batch], world: World, *, first_sample: int = 0) -> None:
         self._world = world
-        total = len(dataset)  # type: ignore[arg-type]
-        indices = _indices(world.layout, world.dp_rank, first_sample=first_sample, total=total)
+        sample_count = len(dataset)  # type: ignore[arg-type]
+        indices = _indices(world.layout, world.dp_rank, first_sample=first_sample, sample_count=sample_count)
         on_gpu = world.device.type == "cuda"
         self._batches = iter(
             torch.utils.data.DataLoader(
@@ -196,10 +196,10 @@ class BatchStream(Iterator[Batch]):
         return {**batch, "counted": counted}
 
 
-def _indices(layout: Layout, dp_rank: int, *, first_sample: int, total: int) -> list[list[int]]:
+def _indices(layout: Layout, dp_rank: int, *, first_sample: int, sample_count: int) -> list[list[int]]:
     """Returns the sample indices of each micro-batch of one data-parallel rank, in order."""
     micro_batches = []
-    for batch_start in range(first_sample, total - layout.global_batch_size + 1, layout.global_batch_size):
+    for batch_start in range(first_sample, sample_count - layout.global_batch_size + 1, layout.global_batch_size):
         for micro in range(layout.num_microbatches):
             start = batch_start + (micro * layout.dp + dp_rank) * layout.micro_batch_size
             micro_batches.append(list(range(start, start + layout.micro_batch_size)))

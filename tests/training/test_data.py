@@ -22,7 +22,7 @@ def test_the_ranks_of_a_step_read_exactly_the_samples_of_its_global_batch(
     size = dp * micro_batch_size * micro_batches
     total = batches * size + left_over % size
     ranks = layout(dp=dp, micro=micro_batch_size, count=micro_batches)
-    by_rank = [_indices(ranks, rank, first_sample=first_batch * size, total=total) for rank in range(dp)]
+    by_rank = [_indices(ranks, rank, first_sample=first_batch * size, sample_count=total) for rank in range(dp)]
     expected_batches = range(first_batch, batches)
     for of_rank in by_rank:
         assert len(of_rank) == micro_batches * len(expected_batches)
@@ -36,7 +36,7 @@ def test_the_ranks_of_a_step_read_exactly_the_samples_of_its_global_batch(
 @given(batch=st.integers(0, 4), skip=st.integers(0, 4), dp=st.sampled_from([1, 2, 4]))
 def test_starting_later_continues_the_same_sequence(batch: int, skip: int, dp: int) -> None:
     def micro_batches(first: int) -> list[list[int]]:
-        return _indices(layout(dp=dp, micro=2, count=4 // dp), dp - 1, first_sample=8 * first, total=80)
+        return _indices(layout(dp=dp, micro=2, count=4 // dp), dp - 1, first_sample=8 * first, sample_count=80)
 
     per_step = 8 // (2 * dp)
     assert micro_batches(batch)[skip * per_step :] == micro_batches(batch + skip)
