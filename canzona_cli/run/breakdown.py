@@ -140,12 +140,12 @@ def why(
     """
     means = {name: measured[name].mean_s if name in measured else 0.0 for name in IN_STEP}
     planned = {name: predicted.get(name, 0.0) for name in IN_STEP}
-    step = sum(means.values())
-    if step <= 0:
+    step_s = sum(means.values())
+    if step_s <= 0:
         return None
     worst = max(IN_STEP, key=lambda name: abs(means[name] - planned[name]))
     measured_s, predicted_s = means[worst], planned[worst]
-    if abs(measured_s - predicted_s) <= NEGLIGIBLE * step:
+    if abs(measured_s - predicted_s) <= NEGLIGIBLE * step_s:
         text = f"as planned: no phase differs by more than {100 * NEGLIGIBLE:.0f}% of the step"
     else:
         factor = f" ({measured_s / predicted_s:.2g} times)" if predicted_s > 0 else ""

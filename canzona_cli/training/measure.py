@@ -85,9 +85,9 @@ def gather_breakdown(
     rank_means = gather(means, _RankMeans)
     if world.rank != 0 or not measured:
         return None
-    step = _phase_time([rank.step_s for rank in rank_means])
+    step_time = _phase_time([rank.step_s for rank in rank_means])
     phases = by_phase([rank.phases for rank in rank_means])
-    tokens_per_s = world.layout.global_batch_size * config.train.seq_length / step.mean_s
+    tokens_per_s = world.layout.global_batch_size * config.train.seq_length / step_time.mean_s
     per_gpu = tokens_per_s / world.world_size
     tflops = per_gpu * flops_per_token(config.model, config.train.seq_length) / 1e12
     memory = [rank.peak_memory for rank in rank_means]
@@ -99,9 +99,9 @@ def gather_breakdown(
         steps_measured=len(measured),
         steps_skipped=_warm_up(steps),
         steps_profiled=len(steps) - _warm_up(steps) - len(measured),
-        step=step,
-        phases={name: _phase_time(times, step.mean_s, in_step=name in IN_STEP) for name, times in phases.items()},
-        ranks=tuple(RankTimes(rank=rank, phases=means.phases) for rank, means in enumerate(rank_means)),
+        step=step_time,
+        phases={name: _phase_time(times, step_time.mean_s, in_step=name in IN_STEP) for name, times in phases.items()},
+        ranks=tuple(RankTimes(rank=rank, phases=times.phases) for rank, times in enumerate(rank_means)),
         tokens_per_s=tokens_per_s,
         tokens_per_s_per_gpu=per_gpu,
         model_tflops_per_gpu=tflops,
