@@ -2,7 +2,7 @@
 gets.
 
 Megatron's own module without Transformer Engine, `SequentialMLP`, names and orders its weights differently
-from Transformer Engine's grouped layers. `GroupedExperts` has the names and the order of the latter (all
+from Transformer Engine's grouped layers. `GroupedExperts` has the names and the order of these layers (all
 experts' fc1, then all experts' fc2), so that models, plans and checkpoints are the same on CPUs and GPUs, and
 each kind of weight is one block of the gradient buffer.
 """
