@@ -131,9 +131,15 @@ def test_an_odd_yaml_file_is_refused_in_words(kind: str, tmp_path: Path) -> None
         with pytest.raises(CanzonaError) as refused:
             read()
         assert said in str(refused.value), reader
-    if kind not in NO_FILES:
-        (mine,) = (info for info in list_recipes([tmp_path]) if info.name == "mine")
-        assert said in mine.error
+
+
+def test_odd_recipes_are_listed_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    for number, (write, _) in enumerate(NO_YAML.values()):
+        write(tmp_path / "recipe" / f"odd-{number}.yaml")
+    listed = {info.name: info.error for info in list_recipes([tmp_path])}
+    for number, (_, reason) in enumerate(NO_YAML.values()):
+        assert reason in listed[f"odd-{number}"]
 
 
 def test_a_bomb_ends_a_command_with_exit_code_2(tmp_path: Path) -> None:

@@ -103,10 +103,13 @@ def test_odd_environments_train_as_ever(
         ("a run.dir that is not UTF-8", (f"run.dir={NOT_UTF8}",), None, 2, ("run.dir", "is not UTF-8")),
         ("ulimit -n 8", (), limited(resource.RLIMIT_NOFILE, 8), 3, ("oo many open files",)),
         ("ulimit -f 0", (), limited(resource.RLIMIT_FSIZE, 0), 3, ()),
+        ("ulimit -f 1", (), limited(resource.RLIMIT_FSIZE, 1024), 3, ("run.dir",)),
+        ("a place without folders", ("run.dir=null", "run.root=/proc/canzona"), None, 3, ("run.root",)),  # root's too
     ],
 )
 def test_what_cannot_work_is_told_in_a_sentence(
     train: Attack,
+    files: RunFiles,
     heard: Heard,
     attack: str,
     overrides: tuple[str, ...],
@@ -115,6 +118,17 @@ def test_what_cannot_work_is_told_in_a_sentence(
     words: tuple[str, ...],
 ) -> None:
     refused(heard, train(heard.streams, *overrides, before=before or (lambda: None)), code, *words)
+    assert not list(files.root.parent.rglob("rank-*")), "no worker was started"
+
+
+def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path: Path, files: RunFiles, heard: Heard) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        endpoint = f"127.0.0.1:{other.getsockname()[1]}"
+        run = ("recipe=qwen3-tiny", "gpus=4", "cluster.nodes=2", "cluster.node_rank=0", f"run.dir={files.root}")
+        victim = attacked("train", *run, f"cluster.rdzv_endpoint={endpoint}", streams=heard.streams, cwd=tmp_path)
+        told = ("cluster.rdzv_endpoint", "another program on this machine uses this port", f"process {os.getpid()}")
+        refused(heard, victim, 3, *told)
+    assert not files.root.exists()
 
 
 def test_in_a_deleted_working_directory_each_command_says_so(tmp_path: Path, heard: Heard) -> None:

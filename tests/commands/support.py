@@ -18,6 +18,7 @@ import canzona_cli.app
 from canzona_cli.commands import train_run
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import RunConfig
+from canzona_cli.config.tree import list_recipes
 from canzona_cli.launch import torchrun
 from canzona_cli.launch.torchrun import LaunchCommand
 from tests.run.runs import CORPUS
@@ -63,9 +64,10 @@ def canzona(
 
 @cache
 def ready_to_fork() -> None:
-    """Composes a run in this process, so that forks find the built-in recipe, Hydra's plugins and the adapters of types
-    made: that is half of what a short command takes."""
+    """Composes a run and the built-in recipes in this process, so that forks find them, Hydra's plugins and the
+    adapters of types made: that is half of what a short command takes, and most of one that looks at all recipes."""
     compose_run(["recipe=tiny", "gpus=2"], training=False)
+    list_recipes()
 
 
 def start_stand_in(

@@ -22,9 +22,10 @@ def printed(*arguments: str, cwd: Path) -> dict[str, object]:
 
 @pytest.mark.parametrize(
     "arguments",
-    [("recipes", "list"), ("recipes", "layouts", "tiny"), ("plan", "--dry-run", *TINY), ("slurm", *TINY)],
+    [("recipes", "list"), ("plan", "--dry-run", *TINY), ("slurm", *TINY)],
 )
 def test_it_is_an_object_with_a_version(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    """That of `recipes layouts`: test_memory_account.py."""
     printed(*arguments, cwd=tmp_path)
 
 

@@ -15,6 +15,7 @@ def _shown(folder: Path, *arguments: str) -> Mapping[str, object]:
     result = canzona(*arguments, "--json", cwd=folder, environment={"CUDA_VISIBLE_DEVICES": ""}, code=0)
     content = json.loads(result.stdout)
     assert isinstance(content, dict)
+    assert isinstance(content["version"], int)
     return content
 
 

@@ -121,8 +121,11 @@ def test_environment_between_machines_is_chosen_and_shown(tmp_path: Path, monkey
 def test_a_bare_script_names_the_machines_and_gpus_that_it_lacks(
     tmp_path: Path, dealt: str, on_node: str, nodes: str, expected: str
 ) -> None:
-    """Slurm's commands are stand-ins here, because no test machine has GPUs to deal out."""
-    for name, line in (("sinfo", f"echo '{dealt}'"), ("srun", "echo srun")):
+    """Slurm's commands are stand-ins here, because no test machine has GPUs to deal out, and so is canzona, which says
+    what the first test here asserts."""
+    overrides = ("recipe=qwen3-32b", "gpus=256")
+    needs = f"""[ "$*" = "slurm --needs {" ".join(overrides)}" ] && echo '32 8'"""
+    for name, line in (("sinfo", f"echo '{dealt}'"), ("srun", "echo srun"), ("canzona", needs)):
         command = tmp_path / name
         command.write_text(f"#!/bin/sh\n{line}\n")
         command.chmod(0o755)
@@ -132,10 +135,9 @@ def test_a_bare_script_names_the_machines_and_gpus_that_it_lacks(
         "SLURM_JOB_PARTITION": "large",
         "SLURM_JOB_NUM_NODES": nodes,
         "SLURM_GPUS_ON_NODE": on_node,
-        "CANZONA": str(Path(sys.executable).parent / "canzona"),
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
     }
-    script = ("bash", REPOSITORY / "scripts" / "train.sbatch", "recipe=qwen3-32b", "gpus=256")
+    script = ("bash", REPOSITORY / "scripts" / "train.sbatch", *overrides)
     told = {name: value for name, value in job.items() if value}
     said = ran(*script, cwd=tmp_path, environment=told, code=2 if expected else 0).stdout
     assert said.rstrip().endswith(f"Submit it with: sbatch {expected}") if expected else said == "srun\n"

@@ -1,9 +1,11 @@
 """A run gets an intact corpus that fits its model, made once however many runs ask for it."""
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -71,21 +73,17 @@ def test_the_built_in_corpus_is_made_once_then_found(tmp_path: Path) -> None:
     assert bin_path(first.prefix).read_bytes() == content
 
 
+def _tokens_and_told(root: Path) -> tuple[int, set[str]]:
+    told: set[str] = set()
+    corpus = ensure_corpus(config(root), lambda what, share: told.add(what.split()[0]))
+    return corpus.tokens, told
+
+
 def test_two_runs_at_once_share_one_preparation(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from tests.data.test_corpus import config, ensure_corpus\n"
-        "told = set()\n"
-        "corpus = ensure_corpus(config(Path(sys.argv[1])), lambda what, share: told.add(what.split()[0]))\n"
-        "print(corpus.tokens, 'tokenising' in told)"
-    )
-    runs = [
-        subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    said = [run.communicate(timeout=PATIENCE_S)[0].split() for run in runs]
-    assert [run.returncode for run in runs] == [0, 0]
-    assert len({tokens for tokens, _ in said}) == 1
-    assert [made for _, made in said].count("True") == 1
+    with ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as pool:
+        runs = [*pool.map(_tokens_and_told, [tmp_path] * 2, timeout=PATIENCE_S)]
+    assert len({tokens for tokens, _ in runs}) == 1
+    assert ["tokenising" in told for _, told in runs].count(True) == 1
     folder = tmp_path / "cache" / "corpora"
     assert sorted(path.suffix for path in folder.iterdir()) == [".bin", ".idx", ".json"]
 

@@ -3,7 +3,6 @@
 import json
 import resource
 import signal
-import sys
 from pathlib import Path
 from unittest.mock import patch
 
@@ -12,8 +11,7 @@ import pytest
 import torch
 
 from canzona_cli.checkpoint.store import CheckpointStore
-from canzona_cli.config.compose import compose_run, load_resolved
-from canzona_cli.data.corpus import ensure_corpus
+from canzona_cli.config.compose import load_resolved
 from canzona_cli.launch.resume import choose_resumption
 from canzona_cli.optimizers import shared_rows
 from canzona_cli.optimizers.shared_muon import SharedMuon
@@ -22,7 +20,6 @@ from canzona_cli.run.files import RunFiles, read_json
 from canzona_cli.run.records import read_layout
 from canzona_cli.training.data import Batch
 from canzona_cli.training.guards import ENOUGH
-from tests.commands.support import ran
 from tests.faults.forked import forked_run
 from tests.faults.support import LaunchedRun
 
@@ -210,26 +207,6 @@ def test_metrics_that_cannot_be_written_for_a_while_are_counted(tmp_path: Path) 
     told = [str(line["detail"]) for line in lines(RunFiles(run).events) if line["event"] == "writer"]
     assert ["cannot be written" in said for said in told] == [True, False]
     assert "3 of its lines are lost" in told[1]
-
-
-@pytest.mark.parametrize(
-    ("fault", "limit_kib", "place", "told"),
-    [
-        ("disk full after a kilobyte", 1, "run.dir={}/run", "run.dir"),
-        ("read-only place", None, "run.root=/proc/canzona", "run.root"),  # where root makes no folders either
-    ],
-)
-def test_a_disk_that_takes_nothing_from_the_start(
-    fault: str, limit_kib: int | None, place: str, told: str, tmp_path: Path
-) -> None:
-    overrides = ["recipe=qwen3-tiny", "gpus=2", "train.steps=1", place.format(tmp_path)]
-    ensure_corpus(compose_run(overrides).config)  # the corpus is there already: it is the run that has no room
-    limit = "" if limit_kib is None else f"ulimit -f {limit_kib};"
-    train = ("bash", "-c", f'{limit} exec "$0" -m canzona_cli.app train "$@"', sys.executable, *overrides)
-    ended = ran(*train, environment={"PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "200"}, code=3)
-    assert "Traceback" not in ended.stderr
-    assert told in ended.stderr
-    assert not list(tmp_path.rglob("rank-*")), "no worker was started"
 
 
 @pytest.mark.sweep  # tests/attacks/test_endings.py has a launcher that cannot print

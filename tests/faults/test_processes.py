@@ -3,15 +3,12 @@
 import json
 import os
 import signal
-import socket
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
 from canzona_cli.run.heartbeat import VARIABLE
-from tests.commands.support import ran
 from tests.faults.support import TRAINED_RANKS as RANKS
 from tests.faults.support import LaunchedRun, alive
 
@@ -84,17 +81,3 @@ def test_a_rank_stuck_in_python_is_named_with_its_step_phase_and_stack(tmp_path:
     events = [json.loads(line) for line in run.files.events.read_text().splitlines()]
     (event,) = (event for event in events if event["event"] == "hang")
     assert (event["rank"], event["step"], event["where"]) == (1, 3, "train/data")
-
-
-def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        endpoint = f"127.0.0.1:{other.getsockname()[1]}"
-        overrides = ("recipe=qwen3-tiny", "gpus=4", "cluster.nodes=2", "cluster.node_rank=0", f"run.dir={tmp_path}/run")
-        train = (sys.executable, "-m", "canzona_cli.app", "train", *overrides)
-        done = ran(*train, f"cluster.rdzv_endpoint={endpoint}", code=3)
-    told = " ".join(done.stderr.split())
-    assert "cluster.rdzv_endpoint" in told
-    assert "another program on this machine uses this port" in told
-    assert f"process {os.getpid()}" in told
-    assert "Traceback" not in told
-    assert not (tmp_path / "run").exists()

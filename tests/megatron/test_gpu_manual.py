@@ -24,9 +24,15 @@ def _names(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
-def _asks_for_the_device(path: Path) -> bool:
+def _parsed(*words: str) -> dict[str, ast.Module]:
+    """Parses the package's files that have one of these words, by their names."""
+    texts = {str(path.relative_to(PACKAGE)): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
+    return {name: ast.parse(text) for name, text in texts.items() if any(word in text for word in words)}
+
+
+def _asks_for_the_device(module: ast.Module) -> bool:
     """Tells whether code uses torch.cuda or looks at a tensor's or rank's device."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(module):
         if isinstance(node, ast.Attribute) and (node.attr == "is_cuda" or ast.unparse(node.value) == "torch.cuda"):
             return True
         if isinstance(node, ast.Compare) and ast.unparse(node.left).endswith("device.type"):
@@ -38,7 +44,8 @@ CODE = _rows("| code | code that runs only with CUDA | tested on a stand-in in |
 
 
 def test_every_module_that_asks_for_the_device_is_listed_once() -> None:
-    asking = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if _asks_for_the_device(path)}
+    modules = _parsed("cuda", "device.type")
+    asking = {name for name, module in modules.items() if _asks_for_the_device(module)}
     listed = [name for code, _, _ in CODE for name in _names(code)]
     assert len(listed) == len(set(listed))
     # Nothing but Muon's passes on a GPU is in it, so it has no need to ask.
@@ -66,12 +73,12 @@ def test_code_that_nothing_executes_is_there() -> None:
 
 def test_layers_of_transformer_engine_are_named_as_never_executed() -> None:
     """Tests have no Transformer Engine, so nothing executes a function that asks Megatron for its layers."""
+    call = "get_gpt_layer_with_transformer_engine_spec("
     asking = {
-        f"{path.relative_to(PACKAGE)}:{function.name}"
-        for path in PACKAGE.rglob("*.py")
-        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(function, ast.FunctionDef)
-        and "get_gpt_layer_with_transformer_engine_spec(" in ast.unparse(function)
+        f"{name}:{function.name}"
+        for name, module in _parsed(call).items()
+        for function in ast.walk(module)
+        if isinstance(function, ast.FunctionDef) and call in ast.unparse(function)
     }
     assert asking
     assert asking <= set(_named_as_never_executed())

@@ -162,7 +162,10 @@ def _seconds(planned: tuple[RunConfig, Layout, Plan]) -> float:
 
 @pytest.mark.parametrize(
     ("size", "tp", "dp"),
-    [("14b", 2, 256), ("32b", 8, 128), ("32b", 8, 16), ("8b", 2, 128), ("1.7b", 4, 256), ("0.6b", 2, 2)],
+    [
+        *(("14b", 2, 256), ("32b", 8, 128), ("8b", 2, 128), ("0.6b", 2, 2)),
+        *(pytest.param(*case, marks=pytest.mark.sweep) for case in (("32b", 8, 16), ("1.7b", 4, 256))),
+    ],
 )
 def test_auto_is_never_slower_than_one_mode_and_faster_with_idle_ranks(size: sizes.Size, tp: int, dp: int) -> None:
     auto, hosted, shared = (planned_in(mode, size, tp, dp) for mode in ("auto", "hosted", "shared"))

@@ -26,8 +26,8 @@ def test_it_is_within_a_tenth_of_the_step(tp: int, strategy: AnyStrategy) -> Non
 @pytest.mark.parametrize(
     "mesh",
     [
-        ("parallel.tp=1", "parallel.pp=1", "parallel.ep=8"),
-        ("parallel.tp=2", "parallel.pp=2", "parallel.vpp=8", "parallel.ep=8"),
+        pytest.param(("parallel.tp=1", "parallel.pp=1", "parallel.ep=8"), marks=pytest.mark.sweep),
+        pytest.param(("parallel.tp=2", "parallel.pp=2", "parallel.vpp=8", "parallel.ep=8"), marks=pytest.mark.sweep),
         # Tokens travel over the network, under gradients and weights.
         ("parallel.tp=2", "parallel.pp=1", "parallel.ep=32"),
         # The first model chunk has one layer and the others two.
