@@ -95,12 +95,13 @@ class SharedMuon(muon.Muon):
             if gram.dtype is torch.float32:
                 total(gram)
                 return
-            # One half at a time, in a square that only the Gram form uses, so that no more memory is needed.
-            for half in gram.chunk(2):
-                scratch = self.workspace.like("ns_all", gram).view(-1).view(torch.float32)
-                half_fp32 = scratch.view(half.shape).copy_(half)
-                total(half_fp32)
-                half.copy_(half_fp32)
+            # Half of the elements at a time, in a square that only the Gram form uses, so that no more memory is
+            # needed. An odd number of elements leaves one for a third turn.
+            scratch = self.workspace.like("ns_all", gram).view(-1)
+            for part in torch.split(gram.view(-1), gram.numel() // 2):
+                part_fp32 = scratch[: 2 * part.numel()].view(torch.float32).copy_(part)
+                total(part_fp32)
+                part.copy_(part_fp32)
 
         with matmul_precision("fp32"):
             x, fragment_norm, norm_square = self._fragment_direction(

@@ -222,26 +222,28 @@ def test_a_result_that_is_too_large_is_not_trusted(monkeypatch: pytest.MonkeyPat
         assert torch.equal(split.gathered(), start) != trusted
 
 
+@pytest.mark.parametrize(("side", "parts"), [(64, 4), (63, 3)])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_doubt_needs_no_more_memory(precision: Precision) -> None:
-    start, gradient = gaussian((64, 128), 0), gaussian((64, 128), 1)
-    split = cut(start, 4, precision)
-    assert split.step(gradient) == [True] * 4
+def test_a_doubt_needs_no_more_memory(precision: Precision, side: int, parts: int) -> None:
+    start, gradient = gaussian((side, 2 * side), 0), gaussian((side, 2 * side), 1)
+    split = cut(start, parts, precision)
+    assert split.step(gradient) == [True] * parts
     before = [optimizer.workspace.nbytes for optimizer in split.optimizers]
     split.step_alone()
     assert [optimizer.workspace.nbytes for optimizer in split.optimizers] == before
 
 
-def test_what_is_not_trusted_is_made_alone_in_standard_form() -> None:
+@pytest.mark.parametrize(("side", "parts"), [(64, 4), (63, 3)])
+def test_what_is_not_trusted_is_made_alone_in_standard_form(side: int, parts: int) -> None:
     """Singular values over three decades in bf16: the whole is doubted too, and comes out in standard form."""
-    whole = (64, 128)
+    whole = (side, 2 * side)
     u, _, v = torch.linalg.svd(gaussian(whole, 3), full_matrices=False)
-    gradient = torch.mm(u * torch.logspace(0, -3, 64), v)
+    gradient = torch.mm(u * torch.logspace(0, -3, side), v)
     doubted = gradient / gradient.norm()
     assert not bool(gram_newton_schulz(doubted.bfloat16(), coefficients("quintic", 5), Workspace())[1])
     start = gaussian(whole, 0)
-    split, exact, standard = cut(start, 4, "bf16"), parameter(start), parameter(start)
-    assert split.step(gradient) == [False] * 4
+    split, exact, standard = cut(start, parts, "bf16"), parameter(start), parameter(start)
+    assert split.step(gradient) == [False] * parts
     split.step_alone()
     exact.grad = standard.grad = gradient
     Muon([exact], LR, precision="fp32").step()
