@@ -30,6 +30,8 @@ TOTAL_OF: dict[str, TotalPhase] = {
 class StepTiming:
     """The time that one step took on this rank."""
 
+    number: int
+    """The number of the step in the run."""
     step_s: float
     """The seconds that the step took."""
     phases: dict[str, float]
@@ -333,7 +335,7 @@ class PhaseTimer:
             intervals[name].append((self._clock.elapsed(origin, start), self._clock.elapsed(origin, end)))
         phases |= {name: _union_length(covered) for name, covered in intervals.items()}
         step_s = self._clock.elapsed(origin, step.end)
-        self._timings.append(StepTiming(step_s=step_s, phases=phases, waited_s=step.waited_s))
+        self._timings.append(StepTiming(number=step.number, step_s=step_s, phases=phases, waited_s=step.waited_s))
 
 
 def _union_length(intervals: list[tuple[float, float]]) -> float:

@@ -42,18 +42,16 @@ class _RankMeans:
     """The peak memory of the rank, in bytes."""
 
 
-def measured_steps(steps: Sequence[StepTiming], start: int, profiled: tuple[int, int] | None) -> Sequence[StepTiming]:
+def measured_steps(steps: Sequence[StepTiming], profiled: tuple[int, int] | None) -> Sequence[StepTiming]:
     """Returns the steps that the breakdown averages over: those after the warm-up that are not profiled; if all
     are, those after the warm-up.
 
     Args:
-        start: the number of the first of `steps`.
         profiled: the numbers of the first and the last profiled step; None if no step is profiled.
     """
-    warm_up = _warm_up(steps)
-    profiled_first, profiled_last = profiled or (0, -1)
-    numbered = enumerate(steps[warm_up:], start + warm_up)
-    return [step for number, step in numbered if not profiled_first <= number <= profiled_last] or steps[warm_up:]
+    after_warm_up = steps[_warm_up(steps) :]
+    first, last = profiled or (0, -1)
+    return [step for step in after_warm_up if not first <= step.number <= last] or after_warm_up
 
 
 def _warm_up(steps: Sequence[StepTiming]) -> int:
@@ -61,9 +59,7 @@ def _warm_up(steps: Sequence[StepTiming]) -> int:
     return min(WARM_UP_STEPS, max(0, len(steps) - 1))
 
 
-def gather_breakdown(
-    config: RunConfig, world: World, steps: Sequence[StepTiming], start: int = 1
-) -> MeasuredBreakdown | None:
+def gather_breakdown(config: RunConfig, world: World, steps: Sequence[StepTiming]) -> MeasuredBreakdown | None:
     """Gathers every rank's mean phase times, and returns the run's breakdown on rank 0. Collective.
 
     Each rank averages over its measured steps; minimum, mean and maximum are then taken over ranks. Profiled
@@ -71,12 +67,11 @@ def gather_breakdown(
 
     Args:
         steps: the timings of this launch's steps.
-        start: the number of the first of them; a resumed run's first step is not step 1.
 
     Returns:
         The breakdown; None on other ranks, or if no step was measured.
     """
-    measured = measured_steps(steps, start, config.run.profile_steps)
+    measured = measured_steps(steps, config.run.profile_steps)
     means = _RankMeans(
         step_s=sum(s.step_s for s in measured) / max(1, len(measured)),
         phases=mean_phases([step.phases for step in measured]),

@@ -87,7 +87,7 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
         raise
     journal.stage("finish")
     write_timeline(files, rank, trainee.timer.timelines())
-    breakdown = gather_breakdown(config, world, trainee.timer.timings(), start.progress.step + 1)
+    breakdown = gather_breakdown(config, world, trainee.timer.timings())
     if breakdown is not None:
         journal.breakdown(breakdown)
     record.lost = journal.lost

@@ -61,7 +61,7 @@ def test_time_outside_every_phase_is_other() -> None:
         timer.spend(1.0)
         timer.spend(2.0, "forward")
         timer.spend(4.0)
-    assert timer.only() == StepTiming(step_s=7.0, phases={"other": 5.0, "forward": 2.0})
+    assert timer.only() == StepTiming(number=1, step_s=7.0, phases={"other": 5.0, "forward": 2.0})
 
 
 def test_a_nested_phase_takes_its_time_from_the_one_around_it() -> None:
@@ -154,7 +154,7 @@ def test_calls_outside_a_step_measure_nothing() -> None:
         timer.spend(2.0, "forward")
     timer.spend(4.0, "forward")
     timer.span("grad_reduce_total", 102.0, 106.0)
-    assert timer.timings() == [StepTiming(step_s=2.0, phases={"other": 0.0, "forward": 2.0})]
+    assert timer.timings() == [StepTiming(number=1, step_s=2.0, phases={"other": 0.0, "forward": 2.0})]
 
 
 @given(
@@ -224,6 +224,7 @@ def test_a_resumed_run_numbers_its_steps_from_where_it_resumes() -> None:
         with step_of(timer):
             timer.spend(1.0, "forward")
     assert [timeline.number for timeline in timer.timelines()] == [8, 9]
+    assert [timing.number for timing in timer.timings()] == [6, 7, 8, 9, 10]
 
 
 def test_a_transfer_that_has_not_landed_is_not_drawn() -> None:
