@@ -189,7 +189,6 @@ class RedundantOptimizer(MasterOptimizer):
         """Switches matrices to the standard form if their update was skipped. Weights are not restored."""
         distrust_skipped(self.groups, self.masters)
 
-    @torch.no_grad()
     def reload_model_params(self, state_dict: object = None) -> None:
         """Copies the model's weights into the masters. Collective over the TP ranks."""
         for group in self.groups:
