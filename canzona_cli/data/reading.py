@@ -153,6 +153,7 @@ class Reader:
             return
         if head.startswith(_UTF8_BOM):
             stream.read(len(_UTF8_BOM))
+            head = head.removeprefix(_UTF8_BOM)
         if source.format == "jsonl" or (source.format == "auto" and head.lstrip().startswith(b"{")):
             yield from _batches(source.label, "jsonl", _read_lines(stream))
         elif self.settings.document == "line":

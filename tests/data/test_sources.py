@@ -20,9 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from canzona_cli.data.prepare import PrepareRequest, prepare
-from canzona_cli.data.reading import DocumentUnit, Reader, ReadSettings, cut_stream, piece_bytes, pieces
+from canzona_cli.data.reading import Batch, DocumentUnit, Reader, ReadSettings, cut_stream, piece_bytes, pieces
 from canzona_cli.data.sidecar import Tally
-from canzona_cli.data.sources import InputFormat, find_sources, stdlib_digest, stdlib_sources
+from canzona_cli.data.sources import InputFormat, Source, find_sources, stdlib_digest, stdlib_sources
 from canzona_cli.errors import ConfigError, EnvironmentProblem
 from tests.waiting import PATIENCE_S
 
@@ -190,6 +190,11 @@ def test_lone_surrogates_are_counted_not_fatal(tmp_path: Path) -> None:
 def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfhello")
     assert read(tmp_path / "a.txt")[0] == [b"hello"]
+    (tmp_path / "b").write_bytes(b'\xef\xbb\xbf{"text": "hello"}')
+    piped = Source(label="standard input", path=tmp_path / "b", format="auto", size=23)
+    batch = next(Reader(settings=ReadSettings(piece=100)).read(piped))
+    assert isinstance(batch, Batch)
+    assert (batch.form, batch.items) == ("jsonl", [b'{"text": "hello"}'])
 
 
 @pytest.mark.parametrize(
