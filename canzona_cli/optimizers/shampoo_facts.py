@@ -189,11 +189,12 @@ def _total(works: Sequence[Work]) -> Work:
 
 def _soap_muon(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
     """Counts SOAP-Muon's work: SOAP's, and that of Newton-Schulz. Additional traffic per element, where w is
-    the width of the matmuls' dtype: 4 bytes for the norm, 4 + w for the division, w + 4 for the copy back and
-    8 for scaling."""
+    the width of the matmuls' dtype: 4 bytes for the largest element and 8 for the division by it, 4 for the
+    norm and 4 + w for the division by it, w + 4 for the copy back and 8 for scaling; the bounds of the two
+    divisors are launches too."""
     step, parts = _soap(a, rows, cols)
-    traffic = step.traffic + (20 + 2 * matmul_bytes(a)) * rows * cols
-    return replace(step, traffic=traffic, launches=step.launches + 4, iteration=iteration_work(a, rows, cols)), parts
+    traffic = step.traffic + (32 + 2 * matmul_bytes(a)) * rows * cols
+    return replace(step, traffic=traffic, launches=step.launches + 8, iteration=iteration_work(a, rows, cols)), parts
 
 
 def _kl_shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
