@@ -345,8 +345,9 @@ def _length_problems(config: RunConfig, pair: PairInfo, part: PreparedSet, *, bl
         fix = "prepare more text, or use a shorter train.seq_length"
         yield problem_with(config, "train.seq_length", reason, fix)
     elif part.train_tokens < needed or (_held_out_share(config) > 0 and part.validation_tokens < needed):
-        split = "training" if part.train_tokens < needed else "validation"
-        available = min(part.train_tokens, part.validation_tokens)
+        split, available = "training", part.train_tokens
+        if available >= needed:
+            split, available = "validation", part.validation_tokens
         of_set = f" of {part.name}" if blended else ""
         reason = f"leaves {available:,} tokens{of_set} for {split}, but a sample needs {needed:,}"
         yield problem_with(config, "data.validation_fraction", reason, _better_fraction(pair, needed))

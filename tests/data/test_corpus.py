@@ -15,7 +15,7 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.data.build import BuiltPair
 from canzona_cli.data.corpus import ensure_corpus
-from canzona_cli.data.indexed import bin_path, idx_path
+from canzona_cli.data.indexed import bin_path, idx_path, inspect_pair
 from canzona_cli.data.locks import Busy, exclusive_lock
 from canzona_cli.data.prepare import PrepareRequest, prepare
 from canzona_cli.data.sidecar import sidecar_path
@@ -133,6 +133,13 @@ def test_a_split_that_leaves_nothing_names_one_that_does(tmp_path: Path) -> None
     assert "data.validation_fraction=0.01" in text
     share = float(text.split("data.validation_fraction=")[1].split(",")[0])
     assert ensure_corpus(prepared_again(tmp_path, share)).validation_tokens > 256
+
+
+def test_a_split_that_is_too_short_is_told_with_its_size(tmp_path: Path) -> None:
+    run, built = prepared(tmp_path, "nine more\n" * 40, "data.validation_fraction=0.4")
+    train, validation = inspect_pair(built.prefix).split_tokens(0.4)
+    assert validation < train < run.train.seq_length
+    assert f"leaves {train} tokens for training" in problems(run)["data.validation_fraction"]
 
 
 def prepared_again(tmp_path: Path, share: float) -> RunConfig:
