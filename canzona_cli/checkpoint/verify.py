@@ -128,8 +128,8 @@ def limit_problems(
 
 
 def previous_usable(folder: Path) -> Path | None:
-    """Returns the newest earlier checkpoint in the same store whose manifest is valid and whose files have
-    the right sizes; None if there is no such checkpoint.
+    """Returns the newest earlier checkpoint in the same store that is not a link, whose manifest is valid and
+    whose files have the right sizes; None if there is no such checkpoint.
 
     If the folder does not have the name of a checkpoint, all checkpoints next to it are searched.
     """
@@ -141,10 +141,10 @@ def previous_usable(folder: Path) -> Path | None:
     earlier = sorted((s for s in map(step_of, names) if s is not None and (step is None or s < step)), reverse=True)
     for candidate in (folder.parent / step_name(s) for s in earlier):
         try:
-            manifest = parse_manifest(read_plain(candidate / MANIFEST, follow=False))
+            manifest = _read(candidate)
         except ValueError:
             continue
-        if not any(_size_problem(candidate, *item) for item in manifest.files.items()):
+        if not candidate.is_symlink() and not any(_size_problem(candidate, *item) for item in manifest.files.items()):
             return candidate
     return None
 
@@ -165,15 +165,21 @@ def fallback_fix(folder: Path, *, by_path: bool = False) -> str:
 def _parse(folder: Path) -> Manifest:
     """Reads and parses a checkpoint's manifest; raises CheckpointInvalid if it is not valid."""
     try:
-        manifest = parse_manifest(read_plain(folder / MANIFEST, follow=False))
-        if step_of(folder.name) in (None, manifest.progress.step):
-            return manifest
-        reason = f"it was saved at step {manifest.progress.step}: the folder has been renamed"
+        return _read(folder)
     except Absent:
         reason = "missing" if folder.is_dir() else "there is no such checkpoint"
     except ValueError as error:
         reason = str(error)
     raise CheckpointInvalid(problem_of(folder, MANIFEST, reason))
+
+
+def _read(folder: Path) -> Manifest:
+    """Reads and parses a checkpoint's manifest; raises ValueError if it is not valid or of another step than
+    the folder's name."""
+    manifest = parse_manifest(read_plain(folder / MANIFEST, follow=False))
+    if step_of(folder.name) not in (None, manifest.progress.step):
+        raise ValueError(f"it was saved at step {manifest.progress.step}: the folder has been renamed")
+    return manifest
 
 
 def _size_problem(folder: Path, name: str, entry: StoredFile) -> str | None:

@@ -58,7 +58,7 @@ def test_other_things_in_the_folder_are_no_checkpoints(store: CheckpointStore) -
     partial_path(store.root, 40).mkdir()
     assert names(store) == ["step-00000020"]
     (store.root / "step-00000050").write_text("")
-    (store.root / "step-00000060").symlink_to("step-00000020")
+    (store.root / "step-00000060").symlink_to(save(store.root.parent / "elsewhere", 60))
     shutil.copytree(store.root / "step-00000020", store.root / "step-00000070")
     assert [found.usable for found in store.checkpoints()] == [True, False, False, False]
     assert [found.problems[0].reason for found in store.checkpoints()[1:]] == [
@@ -66,6 +66,7 @@ def test_other_things_in_the_folder_are_no_checkpoints(store: CheckpointStore) -
         "is a symbolic link; give the path of its target to use it",
         "it was saved at step 20: the folder has been renamed",
     ]
+    assert previous_usable(store.root / "step-00000080") == store.root / "step-00000020"
 
 
 @pytest.mark.parametrize(
