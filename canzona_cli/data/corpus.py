@@ -24,6 +24,7 @@ from canzona_cli.data.tokenizers import (
     Tokenizer,
     bytes_by_id,
     load_json_tokenizer,
+    read_backend,
     tokenizer_file,
 )
 from canzona_cli.errors import CanzonaError, ConfigError, Problem, collect_problems, refuse
@@ -102,7 +103,7 @@ def tokenizer_of(corpus: PreparedCorpus) -> Tokenizer:
 
     Raises:
         ConfigError: the tokenizer is unknown, because another tool prepared the corpus or the tokenizer's
-            file was removed.
+            file was removed; or this file is damaged.
     """
     if (tokenizer := saved_tokenizer(corpus.prefix, corpus.tokenizer, corpus.eod)) is not None:
         return tokenizer
@@ -117,15 +118,20 @@ def saved_tokenizer(prefix: Path, name: str, eod: int | None) -> Tokenizer | Non
     Args:
         name: the tokenizer's name in the sidecar.
         eod: the id that ends a document; None for data from other tools.
-    """
-    from tokenizers import Tokenizer as RustTokenizer
 
+    Raises:
+        ConfigError: the tokenizer's file is damaged.
+    """
     if name == ByteTokenizer.name:
         return ByteTokenizer()
     path = saved_tokenizer_path(prefix)
     if eod is None or not path.is_file():
         return None
-    return JsonTokenizer(kind="huggingface", name=name, eod=eod, backend=RustTokenizer.from_file(str(path)))
+    try:
+        return JsonTokenizer(kind="huggingface", name=name, eod=eod, backend=read_backend(path))
+    except ConfigError as error:
+        fix = "restore this file, or prepare the data again with --overwrite"
+        raise ConfigError(*(replace(problem, key="data.path", fix=fix) for problem in error.problems)) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,9 +151,7 @@ def token_bytes(corpus: PreparedCorpus) -> TokenBytes | None:
     Raises:
         ConfigError: the corpus is damaged.
     """
-    try:
-        tokenizer = tokenizer_of(corpus)
-    except ConfigError:
+    if (tokenizer := saved_tokenizer(corpus.prefix, corpus.tokenizer, corpus.eod)) is None:
         return None
     if (values := bytes_by_id(tokenizer)) is not None:
         return TokenBytes(values=values, counted=True)

@@ -73,7 +73,7 @@ def view(prefix: Path, *, documents: int, tokens: int, seq_length: int | None) -
             sequence is taken from the start of the data, whereas training reads documents in a random order.
 
     Raises:
-        ConfigError: the pair is missing or damaged.
+        ConfigError: the pair is missing, or a file of it is damaged.
     """
     pair = inspect_pair(prefix)
     sidecar = load_sidecar(pair)

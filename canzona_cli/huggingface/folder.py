@@ -306,12 +306,14 @@ def _corpus_tokenizer_files(run: RunFiles) -> ExtraFiles:
     except FileNotFoundError:
         return ExtraFiles(texts={GENERATION: _generation(None)})
     # Loads numpy, which reading a folder does not need.
+    from canzona_cli.data.corpus import saved_tokenizer
     from canzona_cli.data.sidecar import saved_tokenizer_path
 
     path, eod = saved_tokenizer_path(corpus.prefix), corpus.eod
     if corpus.tokenizer == "byte":
         text = byte_tokenizer()
     elif path.is_file():
+        saved_tokenizer(corpus.prefix, corpus.tokenizer, eod)  # refuses a damaged file
         text = path.read_text(encoding="utf-8")
     else:
         return ExtraFiles(texts={GENERATION: _generation(eod)})

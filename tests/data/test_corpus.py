@@ -14,11 +14,11 @@ from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.data.build import BuiltPair
-from canzona_cli.data.corpus import ensure_corpus
+from canzona_cli.data.corpus import ensure_corpus, token_bytes, tokenizer_of
 from canzona_cli.data.indexed import bin_path, idx_path, inspect_pair
 from canzona_cli.data.locks import Busy, exclusive_lock
 from canzona_cli.data.prepare import PrepareRequest, prepare
-from canzona_cli.data.sidecar import sidecar_path
+from canzona_cli.data.sidecar import saved_tokenizer_path, sidecar_path
 from canzona_cli.data.sources import stdlib_sources
 from canzona_cli.errors import EnvironmentProblem
 from canzona_cli.run.corpus import supply
@@ -171,6 +171,18 @@ def test_a_sidecar_of_other_data_is_told(tmp_path: Path) -> None:
     said = json.loads(sidecar_path(built.prefix).read_text()) | {"tokens": 1}
     sidecar_path(built.prefix).write_text(json.dumps(said))
     assert "it describes 1 tokens" in problems(run)["data.path"]
+
+
+def test_a_damaged_tokenizer_is_told_with_its_file(tmp_path: Path) -> None:
+    run, built = prepared(tmp_path, LONG)
+    said = json.loads(sidecar_path(built.prefix).read_text()) | {"tokenizer": "bpe"}
+    sidecar_path(built.prefix).write_text(json.dumps(said))
+    path, corpus = saved_tokenizer_path(built.prefix), ensure_corpus(run)
+    path.write_text('{"version": ')
+    for read in (tokenizer_of, token_bytes):
+        [problem] = refused(read, corpus)
+        assert (problem.key, problem.value) == ("data.path", str(path))
+        assert "--overwrite" in problem.fix
 
 
 def test_missing_and_damaged_data_are_told(tmp_path: Path) -> None:
