@@ -57,10 +57,6 @@ class CheckpointStore:
         """Returns the checkpoint of the highest step, usable or not; None if the store is empty."""
         return self._read_stable(lambda: next(self._newest_first(), None))
 
-    def newest(self) -> StoredCheckpoint | None:
-        """Returns the usable checkpoint of the highest step; None if no checkpoint is usable."""
-        return self._read_stable(lambda: next((stored for stored in self._newest_first() if stored.usable), None))
-
     def retain(self, keep: int, keep_every: int | None) -> tuple[str, ...]:
         """Removes old checkpoints. Keeps the newest `keep` usable checkpoints, every checkpoint newer than
         the oldest of these, and checkpoints at multiples of `keep_every` steps.

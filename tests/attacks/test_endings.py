@@ -32,7 +32,7 @@ def assert_ended(files: RunFiles, victim: Victim, status: str, code: int) -> Non
     result = read_json(files.result)
     assert result is not None, f"no result.json; exit code {victim.code}"
     assert (result["status"], result["exit_code"], victim.code) == (status, code, code)
-    newest = CheckpointStore(files.checkpoints).newest()
+    newest = CheckpointStore(files.checkpoints).latest()
     if status in ("interrupted", "preempted"):
         assert newest is not None
         assert newest.step == result["step"] == steps(files)

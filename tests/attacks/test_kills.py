@@ -33,7 +33,7 @@ Ending = tuple[dict[str, str], list[tuple[object, ...]], list[tuple[object, ...]
 def ending(root: Path) -> Ending:
     """Hashes of the last checkpoint's tensors, every step, every validation."""
     files = RunFiles(root)
-    newest = CheckpointStore(files.checkpoints).newest()
+    newest = CheckpointStore(files.checkpoints).latest()
     assert newest is not None
     manifest, problems = verify(newest.path)
     assert not problems

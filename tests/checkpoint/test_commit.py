@@ -67,7 +67,7 @@ def test_nothing_is_to_be_seen_before_the_last_rank_has_written(root: Path) -> N
         write_part(partial, rank, shard(rank, 30))
     rank_0.join()
     assert done == [root / "step-00000030"]
-    assert manifest_of(store.newest()).progress.step == 30
+    assert manifest_of(store.latest()).progress.step == 30
 
 
 def test_a_rank_that_could_not_write_is_named_with_its_reason_at_once(root: Path) -> None:
@@ -148,14 +148,14 @@ def test_saving_a_step_again_replaces_it_and_readers_always_find_one(root: Path)
 
     def read() -> None:
         while not ended.is_set():
-            newest = store.newest()
-            seen.append(None if newest is None else newest.step)
+            latest = store.latest()
+            seen.append(latest.step if latest is not None and latest.usable else None)
 
     reader = threading.Thread(target=read)
     reader.start()
     for samples in range(1, 20):
         save(root, 30, samples=samples)
-        assert manifest_of(store.newest()).progress.samples == samples
+        assert manifest_of(store.latest()).progress.samples == samples
     ended.set()
     reader.join()
     assert set(seen) == {30}

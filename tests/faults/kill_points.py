@@ -79,14 +79,14 @@ def killed_at(stage: int | None, action: Callable[[], object]) -> int | None:
 def left_behind(root: Path) -> dict[str, object]:
     """Returns what readers find now, and after the next launch has cleaned up and saved once more."""
     store = CheckpointStore(root)
-    newest = store.newest()
+    newest = store.latest()
     found: dict[str, object] = {
         "newest": None if newest is None else [newest.step, manifest_of(newest).progress.samples],
         "whole": newest is not None and verify(newest.path)[1] == [],
         "all": [[found.step, found.usable] for found in store.checkpoints()],
     }
     store.clear_partials()
-    after = store.newest()
+    after = store.latest()
     found["same_after_clearing"] = after is not None and newest is not None and after.manifest == newest.manifest
     found["hidden"] = [name for name in os.listdir(root) if name.startswith(".")]
     save(root, 99)

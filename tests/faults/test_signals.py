@@ -21,7 +21,7 @@ def assert_saved(training: TrainingRun, code: int, output: str, family: list[psu
     assert not alive(family)
     result = training.result()
     assert (result["status"], result["exit_code"]) == ("preempted", 75)
-    newest = CheckpointStore(training.files.checkpoints).newest()
+    newest = CheckpointStore(training.files.checkpoints).latest()
     assert newest is not None
     manifest, problems = verify(newest.path)
     assert not problems
@@ -62,4 +62,4 @@ def test_a_signal_at_start_up_leaves_no_checkpoint_and_says_so(tmp_path: Path, c
     assert "there is no checkpoint to continue from" in output
     assert "Traceback" not in output
     assert not alive(family)
-    assert CheckpointStore(training.files.checkpoints).newest() is None
+    assert CheckpointStore(training.files.checkpoints).latest() is None

@@ -60,7 +60,7 @@ def test_a_run_begins_with_its_weights_imported_once(folder: Path, tmp_path: Pat
         point = json.loads(files.resume.read_text())
         assert (point["weights_only"], point["step"]) == (True, 0)
         assert Path(point["checkpoint"]) == files.checkpoints / "step-00000000"
-        newest = CheckpointStore(files.checkpoints).newest()
+        newest = CheckpointStore(files.checkpoints).latest()
         assert newest is not None
         assert newest.path.stat().st_ino == (inode or newest.path.stat().st_ino), "imported again"
         inode = newest.path.stat().st_ino
