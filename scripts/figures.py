@@ -4,7 +4,7 @@
     python scripts/figures.py [--only TABLE] [--gpus 8,64] [--sizes qwen3-0.6b,...] [--write | --check]
 
 In a document, a table is between `<!-- figures: NAME -->` and `<!-- /figures -->`. `--write` replaces the tables,
-`--check` exits 1 if a table is out of date. A dash means that a strategy does not fit into memory.
+`--check` exits 1 if a table is out of date. A dash means that a strategy does not fit in memory.
 """
 
 import argparse
@@ -70,14 +70,14 @@ def run(recipe: str, gpus: int, overrides: tuple[str, ...]) -> tuple[RunConfig, 
 
 @cache
 def study(recipe: str, gpus: int, *overrides: str) -> Study | None:
-    """Simulates all strategies in the layout that canzona chooses; returns None if no layout fits into memory."""
+    """Simulates all strategies in the layout that canzona chooses; returns None if no layout fits in memory."""
     fitting = run(recipe, gpus, overrides)
     return None if fitting is None else study_run(*fitting)
 
 
 @cache
 def best(recipe: str, gpus: int, strategy: AnyStrategy, *overrides: str) -> LayoutResult | None:
-    """Simulates a strategy in the layout in which it is fastest; returns None if it or canzona fits into memory in no
+    """Simulates a strategy in the layout in which it is fastest; returns None if it or canzona fits in memory in no
     layout."""
     studied = study(recipe, gpus, *overrides)
     if studied is None:
@@ -93,7 +93,7 @@ def words(layout: Layout) -> str:
 
 def relative_overhead(result: Study | LayoutResult | None, yardstick: LayoutResult | None) -> float | None:
     """Returns how much longer a result's time per sequence is than the yardstick's (0.01 is 1%); None if one of the two
-    does not fit into memory."""
+    does not fit in memory."""
     if result is None or yardstick is None:
         return None
     iteration_s = result.iteration_s if isinstance(result, LayoutResult) else result.planned.result.iteration_s

@@ -73,7 +73,7 @@ class Cell:
             update_ms=1e3 * (result.phases["matrix_update"] + result.phases["exchange"]),
             optimizer_ms=1e3 * result.optimizer_s,
             iteration_s=result.iteration_s,
-            shared=len(plan.assignment.shares),
+            shared=len(plan.assignment.shared_costs),
         )
 
 

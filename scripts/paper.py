@@ -59,7 +59,7 @@ WHY = """
   of this communication than of canzona's or of `asc`'s. The busiest owner of a bucket has far more bytes than an even
   share at any alpha, because a bucket has fewer matrices than there are owners.
 - **C_max** matters only if a host has several large matrices; on many GPUs a host has one or two.
-- **Rows marked `!`** do not fit into memory and are timed as if they did. They are not a fair baseline.
+- **Rows marked `!`** do not fit in memory and are timed as if they did. They are not a fair baseline.
 """
 
 
@@ -140,7 +140,7 @@ def ratios(study: Study, what: str) -> list[str]:
 
 def format_ratio(study: Study, baseline: str, strategy: str, quantity: str) -> str:
     """Formats the time of `baseline`, a strategy, as a multiple of another strategy's time, with a `!` if `baseline`
-    does not fit into memory."""
+    does not fit in memory."""
     longer, shorter = (getattr(study.strategies[name].result, quantity) for name in (baseline, strategy))
     return f"{longer / shorter:.2f}x{'' if study.strategies[baseline].fits else '!'}"
 

@@ -185,7 +185,7 @@ def load_published(path: Path = ROWS) -> Published:
 
 def run_of(series: Series, shape: Shape, gpus: int) -> tuple[RunConfig, Layout]:
     """Returns the run with AdamW that is simulated to predict a published step, and its layout. The run need
-    not fit into memory by canzona's estimate.
+    not fit in memory by canzona's estimate.
 
     Raises:
         ConfigError: the layout is impossible.

@@ -9,7 +9,7 @@ from canzona_cli.errors import DoesNotFit
 
 
 def resolved(recipe: str, gpus: int, overrides: Sequence[str]) -> tuple[RunConfig, Layout] | None:
-    """Returns the resolved run and its layout; None if no layout fits into memory."""
+    """Returns the resolved run and its layout; None if no layout fits in memory."""
     try:
         return resolve(compose_run([f"recipe={recipe}", f"gpus={gpus}", *overrides]).config)
     except DoesNotFit:

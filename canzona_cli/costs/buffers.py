@@ -43,7 +43,7 @@ class StageWeights:
     """The elements of the rank's experts if ep > 1, because their gradients are then reduced over other ranks
     (`Mesh.expert_owners`); 0 if ep = 1."""
     others: int
-    """The elements that AdamW updates: embedding, output layer, norms, routers."""
+    """The elements of the other parameters, which AdamW updates: embedding, output layer, norms, routers."""
     largest: int
     """The elements of the largest single parameter."""
 
@@ -59,8 +59,8 @@ class StageWeights:
         """
         if not matrices:
             return math.ceil(self.others / layout.owners)
-        everywhere = self.others + self.matrices - self.experts
-        return math.ceil(everywhere / layout.owners) + math.ceil(self.experts / layout.expert_owners)
+        without_experts = self.others + self.matrices - self.experts
+        return math.ceil(without_experts / layout.owners) + math.ceil(self.experts / layout.expert_owners)
 
     def adamw(self, execution: Execution, layout: Mesh) -> int:
         """Returns the number of elements that AdamW updates on a rank of a run with this execution."""
@@ -70,7 +70,8 @@ class StageWeights:
 def stage_weights(config: RunConfig, layout: Layout, stage: int) -> StageWeights:
     """Counts the elements that a rank of `stage` stores. With pp > 1, a tied output layer is a second copy of
     the embedding."""
-    model, first, last = config.model, stage == 0, stage == layout.pp - 1
+    model = config.model
+    first, last = stage == 0, stage == layout.pp - 1
     cut, experts, largest, replicated = _layer_weights(model, layout.tp, layout.ep)
     layers = stage_layers(model.num_layers, layout, stage)
     vocabulary = model.vocab_size * model.hidden_size // layout.tp
@@ -156,11 +157,7 @@ class Transient:
         freed = self.activations + self.logits
         working = max(self.working + reduction, gathering) - self.logits
         workspace = max(0, working, max(self.update, self.adamw) - freed)
-        return {
-            "activations": self.activations,
-            "logits": self.logits,
-            "workspace": workspace,
-        }
+        return {"activations": self.activations, "logits": self.logits, "workspace": workspace}
 
 
 def warmup_forwards(layout: Layout, stage: int) -> int:
@@ -197,10 +194,10 @@ def _layers_in_flight(layers: int, pp: int, vpp: int, count: int, stage: int) ->
     in_flight = min(warmup_forwards(layout, stage) + 1, passes)
     if len(set(layers_of)) == 1:
         return in_flight * layers_of[0]
-    chunk_of = [number // layout.pp % layout.vpp for number in range(in_flight + layout.pp * layout.vpp)]
+    chunk_of = [index // layout.pp % layout.vpp for index in range(in_flight + layout.pp * layout.vpp)]
     peak = current = sum(layers_of[chunk] for chunk in chunk_of[:in_flight])
-    for number in range(min(passes - in_flight, layout.pp * layout.vpp)):  # the pattern repeats after that
-        forward, backward = chunk_of[in_flight + number], layout.vpp - 1 - chunk_of[number]
+    for index in range(min(passes - in_flight, layout.pp * layout.vpp)):  # the pattern repeats after that
+        forward, backward = chunk_of[in_flight + index], layout.vpp - 1 - chunk_of[index]
         current += layers_of[forward] - layers_of[backward]
         peak = max(peak, current)
     return peak
@@ -209,12 +206,14 @@ def _layers_in_flight(layers: int, pp: int, vpp: int, count: int, stage: int) ->
 def transient(config: RunConfig, algorithm: Algorithm, layout: Layout, stage: int) -> Transient:
     """Counts the bytes that a rank of `stage` needs in addition to its state while it computes."""
     model, width, t = config.model, config.train.weight_bytes, layout.tp
-    weights, hidden, family = stage_weights(config, layout, stage), model.hidden_size, family_of(model)
-    tokens, layer = micro_batch_tokens(config, layout), layer_activations(config, family, layout, layout.recompute)
+    family, hidden = family_of(model), model.hidden_size
+    weights = stage_weights(config, layout, stage)
+    tokens = micro_batch_tokens(config, layout)
+    layer = layer_activations(config, family, layout, layout.recompute)
     activations = layers_in_flight(model.num_layers, layout, stage) * layer
     logits = 0
     if stage == layout.pp - 1:
-        activations += 2 * config.train.weight_bytes * stream_elements(config, layout)
+        activations += 2 * width * stream_elements(config, layout)
         logits = _output_layer(config, tokens * model.vocab_size // t, tokens * hidden, model.vocab_size * hidden // t)
     # The backward pass of one layer: gradients of its largest activations, the gathered stream, the gradient
     # of the largest weight before it is added to the buffer, and the activations that recomputation restores.

@@ -156,12 +156,12 @@ def strided_group(stride: int, size: int, ranks: int, per_machine: int) -> Group
     """Returns a group of `size` ranks, every `stride`-th of the job's `ranks` ranks. If nodes do not have
     equal numbers of its members, every member is assumed to be on a separate node."""
     if ranks <= per_machine or per_machine % (stride * size) == 0:
-        together = size
+        members_per_machine = size
     elif per_machine % stride == 0 and stride * size % per_machine == 0:
-        together = per_machine // stride
+        members_per_machine = per_machine // stride
     else:
-        together = 1
-    return Group(size=size, per_machine=together)
+        members_per_machine = 1
+    return Group(size=size, per_machine=members_per_machine)
 
 
 GLOO_THREADS = 2
@@ -189,11 +189,13 @@ class Links:
 
     def ring(self, group: Group) -> tuple[Link, float]:
         """Returns the link that limits a ring over `group`, and the bytes per second through each rank."""
-        inner = self.bandwidth("machine")
+        machine_rate = self.bandwidth("machine")
         if group.machines == 1:
-            return "machine", inner
-        outer = group.per_machine * self.bandwidth("network")
-        return ("network", outer) if outer <= inner or group.per_machine == 1 else ("machine", inner)
+            return "machine", machine_rate
+        network_rate = group.per_machine * self.bandwidth("network")
+        if network_rate <= machine_rate or group.per_machine == 1:
+            return "network", network_rate
+        return "machine", machine_rate
 
     def all_gather(self, size: float, group: Group) -> Transfer:
         """Returns the transfer of an all-gather of `size` bytes in equal shards."""
@@ -272,9 +274,9 @@ class Links:
         if group.size == 1 or size == 0:
             return Transfer()
         link, rate = self.ring(group)
-        outer = group.machines if group.machines > 1 else 0
-        hops = (group.size - outer) * self.latency("machine") + outer * self.latency("network")
-        return Transfer(latency_s=hops * (group.size - 1) / group.size, link=link, link_s=size / rate)
+        network_hops = group.machines if group.machines > 1 else 0
+        round_s = (group.size - network_hops) * self.latency("machine") + network_hops * self.latency("network")
+        return Transfer(latency_s=round_s * (group.size - 1) / group.size, link=link, link_s=size / rate)
 
     def all_to_all(self, sent: Sequence[float], received: Sequence[float], group: Group) -> Transfer:
         """Returns the transfer of an all-to-all, which takes as long as its busiest sender or receiver
@@ -286,16 +288,16 @@ class Links:
             sent: the bytes that each rank sends in total.
             received: the bytes that each rank receives in total.
         """
-        busiest = max(*sent, *received, 0.0)
-        if group.size == 1 or busiest == 0:
+        busiest_bytes = max(*sent, *received, 0.0)
+        if group.size == 1 or busiest_bytes == 0:
             return Transfer()
-        measured = self._measured_exchange(sent, busiest, group)
+        measured = self._measured_exchange(sent, busiest_bytes, group)
         if measured is not None:
             return measured
         remote = (group.size - group.per_machine) / (group.size - 1)
         times: dict[Link, float] = {
-            "machine": busiest * (1 - remote) / self.bandwidth("machine"),
-            "network": busiest * remote / self.bandwidth("network"),
+            "machine": busiest_bytes * (1 - remote) / self.bandwidth("machine"),
+            "network": busiest_bytes * remote / self.bandwidth("network"),
         }
         link: Link = "machine" if times["machine"] >= times["network"] else "network"
         return Transfer(latency_s=self.latency(group.link), link=link, link_s=times[link])
@@ -308,7 +310,7 @@ class Links:
         link: Link = "network" if crosses else "machine"
         return Transfer(latency_s=self.latency(link), link=link, link_s=size / self.bandwidth(link))
 
-    def _measured_exchange(self, sent: Sequence[float], busiest: float, group: Group) -> Transfer | None:
+    def _measured_exchange(self, sent: Sequence[float], busiest_bytes: float, group: Group) -> Transfer | None:
         """Interpolates the profile's measured all-to-alls, in which every rank sends the same number of
         bytes; None without measurements.
 
@@ -316,12 +318,12 @@ class Links:
         follows from the mean bytes per rank. Otherwise the busiest rank determines the time, and the cores of
         the other ranks are idle for part of it.
         """
-        mean = sum(sent) / group.size
+        mean_bytes = sum(sent) / group.size
         cores = self.cluster.cores
         if cores is not None and group.size > cores:
-            return self._measured("all_to_all", mean, group)
-        measured = self._measured("all_to_all", busiest, group)
-        return measured and replace(measured, cores=measured.cores * mean / busiest)
+            return self._measured("all_to_all", mean_bytes, group)
+        measured = self._measured("all_to_all", busiest_bytes, group)
+        return measured and replace(measured, cores=measured.cores * mean_bytes / busiest_bytes)
 
     def _measured(self, kind: Collective, size: float, group: Group) -> Transfer | None:
         """Interpolates the profile's measurements of a collective within a node; None without measurements,
@@ -337,16 +339,16 @@ class Links:
             return None
         if size == 0:
             return Transfer()
-        first = rows[0]
-        if size <= first[0] or len(rows) == 1:
-            return Transfer(latency_s=first[1], cores=first[2])
-        above = next((number for number, row in enumerate(rows) if row[0] >= size), len(rows) - 1)
+        least_bytes, least_s, least_cores = rows[0]
+        if size <= least_bytes or len(rows) == 1:
+            return Transfer(latency_s=least_s, cores=least_cores)
+        above = next((index for index, row in enumerate(rows) if row[0] >= size), len(rows) - 1)
         (low, low_s, low_cores), (high, high_s, high_cores) = rows[above - 1], rows[above]
         fraction = (size - low) / (high - low)
-        seconds = max(first[1], low_s + fraction * (high_s - low_s))
+        seconds = max(least_s, low_s + fraction * (high_s - low_s))
         return Transfer(
-            latency_s=first[1],
-            link_s=seconds - first[1],
+            latency_s=least_s,
+            link_s=seconds - least_s,
             cores=low_cores + min(1.0, fraction) * (high_cores - low_cores),
         )
 

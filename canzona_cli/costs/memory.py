@@ -116,7 +116,8 @@ def estimate(config: RunConfig, layout: Layout) -> MemoryEstimate:
     Only three stages can need the most: the first has the embedding and the most micro-batches in flight, the
     last has the output layer and the logits, and the second may have one layer more than either.
     """
-    stages, algorithm = sorted({0, min(1, layout.pp - 1), layout.pp - 1}), algorithm_of(config)
+    algorithm = algorithm_of(config)
+    stages = sorted({0, min(1, layout.pp - 1), layout.pp - 1})
     candidates = {stage: _stage_parts(config, algorithm, layout, stage) for stage in stages}
     stage = max(candidates, key=lambda s: sum(candidates[s].values()))
     return MemoryEstimate(
@@ -143,12 +144,12 @@ def _lasting(config: RunConfig, algorithm: Algorithm, layout: Layout, stage: int
     width, grad = config.train.weight_bytes, config.train.gradient_bytes
     layers = stage_layers(config.model.num_layers, layout, stage)
     state = sum(_state_on_fullest(config, algorithm, layout, weights, fullest, layers).values())
-    step = least_workspace_bytes(config, algorithm)
+    exchange = least_workspace_bytes(config, algorithm)
     if config.execution is Execution.PLANNED:
-        step += least_buffer_bytes(config, layout, stage)
+        exchange += least_buffer_bytes(config, layout, stage)
     elif config.execution is Execution.REDUNDANT:
-        step += FP32 * _gathered_elements(config, layout)
-    return width * stored, grad * stored, state, step
+        exchange += FP32 * _gathered_elements(config, layout)
+    return width * stored, grad * stored, state, exchange
 
 
 def _state_on_fullest(
@@ -167,23 +168,24 @@ def _state_on_fullest(
             group stores (canzona's sc), or of every fragment that it stores (Megatron's sc).
     """
     execution = config.execution
-    others = weights.adamw(execution, layout)
+    adamw = weights.adamw(execution, layout)
     if execution is Execution.ADAMW:
-        return optimizer_state(config, algorithm, others, 0, 0)
+        return optimizer_state(config, algorithm, adamw, 0, 0)
     if fullest is None:
         counts: Mapping[Shape, int] = {shape: layers * n for shape, n in stored_shapes(config, layout).items()}
         copies = layout.tp if execution is Execution.REDUNDANT else 1
-        whole = (weights.matrices - weights.experts) * copies + weights.experts
+        elements = (weights.matrices - weights.experts) * copies + weights.experts
     else:
-        counts, whole = fullest.worst_shapes, fullest.worst
+        counts, elements = fullest.worst_shapes, fullest.worst
     factors = sum(count * factor_bytes(algorithm, rows, cols) for (rows, cols), count in counts.items())
-    return optimizer_state(config, algorithm, others, whole, factors)
+    return optimizer_state(config, algorithm, adamw, elements, factors)
 
 
 def placement(config: RunConfig, layout: Layout, stage: int) -> Placement | None:
-    """Estimates, without a plan, the matrices whose state the fullest rank of a stage keeps.
+    """Estimates, without a plan, which matrices' state the fullest rank of a stage keeps.
 
-    - layerwise: Megatron's packing of TP fragments over D * c ranks, padding included;
+    - layerwise: Megatron's packing of TP fragments over D * c ranks, and with ep > 1 of whole experts over
+      their owners, padding included;
     - canzona: matrices over the D * c * t cells of the grid, balanced by elements;
     - asc, paper: matrices over the same cells in natural order;
     - other strategies, in which matrices have no owners: None.
@@ -207,7 +209,8 @@ def placement(config: RunConfig, layout: Layout, stage: int) -> Placement | None
 
 def _planned_placement(config: RunConfig, layout: Layout, stage: int) -> Placement:
     """Returns the `placement` of a run with a plan."""
-    layers, in_order = stage_layers(config.model.num_layers, layout, stage), config.engine.strategy in IN_ORDER
+    layers = stage_layers(config.model.num_layers, layout, stage)
+    in_order = config.engine.strategy in IN_ORDER
     return balanced_placement(matrix_shapes(config), layers, layout.cells, natural_order=in_order)
 
 
@@ -251,13 +254,13 @@ def balanced_placement(shapes: tuple[Shape, ...], layers: int, cells: int, *, na
     contents: list[Counter[Shape]] = [Counter() for _ in range(cells)]
     loads = [0] * cells
     if natural_order:
-        mean = sum(math.prod(shape) for shape in matrices) / cells
-        done = 0
+        slice_elements = sum(math.prod(shape) for shape in matrices) / cells
+        start = 0  # of the matrix, in elements
         for shape in matrices:
-            cell = min(cells - 1, int(done / mean))
+            cell = min(cells - 1, int(start / slice_elements))
             contents[cell][shape] += 1
             loads[cell] += math.prod(shape)
-            done += math.prod(shape)
+            start += math.prod(shape)
     else:
         heap = [(0, cell) for cell in range(cells)]
         for shape in sorted(matrices, key=lambda s: (-math.prod(s), s)):
@@ -270,7 +273,7 @@ def balanced_placement(shapes: tuple[Shape, ...], layers: int, cells: int, *, na
     return Placement(worst=loads[worst], worst_shapes=MappingProxyType(contents[worst]), padded=0)
 
 
-def optimizer_state(config: RunConfig, algorithm: Algorithm, others: int, whole: int, factors: int) -> dict[str, int]:
+def optimizer_state(config: RunConfig, algorithm: Algorithm, adamw: int, elements: int, factors: int) -> dict[str, int]:
     """Counts the bytes of masters, matrix_state and adamw_state on a rank.
 
     AdamW keeps an fp32 master and two moments: 12 bytes per parameter, or 8 with fp32 weights, which need no
@@ -285,16 +288,16 @@ def optimizer_state(config: RunConfig, algorithm: Algorithm, others: int, whole:
       because no other tensor holds the whole matrix.
 
     Args:
-        others: the elements that AdamW updates on the rank.
-        whole: the elements of the matrices whose state the rank keeps.
+        adamw: the elements that AdamW updates on the rank.
+        elements: the elements of the matrices whose state the rank keeps.
         factors: the bytes of these matrices' preconditioners.
     """
     execution = config.execution
     master = FP32 if config.train.precision == "bf16" else 0
     return {
-        "masters": (FP32 if execution.ours else master) * whole + master * others,
-        "matrix_state": moment_bytes(algorithm) * whole + factors,
-        "adamw_state": 2 * FP32 * others,
+        "masters": (FP32 if execution.ours else master) * elements + master * adamw,
+        "matrix_state": moment_bytes(algorithm) * elements + factors,
+        "adamw_state": 2 * FP32 * adamw,
     }
 
 
@@ -333,15 +336,15 @@ def checkpoint_bytes(config: RunConfig) -> int:
 def spare_bytes(config: RunConfig, algorithm: Algorithm, layout: Layout, limit: int) -> int:
     """Returns the bytes that `limit` leaves for the optimizer state of matrices on a rank of the fullest
     stage, after subtracting all other memory that the rank needs under every plan."""
-    spare = []
+    spare_of_stages = []
     for stage in range(layout.pp):
         weights = stage_weights(config, layout, stage)
-        needed = sum(transient(config, algorithm, layout, stage).parts().values())
-        needed += least_workspace_bytes(config, algorithm) + least_buffer_bytes(config, layout, stage)
-        adamw = sum(optimizer_state(config, algorithm, weights.share(layout, matrices=False), 0, 0).values())
-        stored = (config.train.weight_bytes + config.train.gradient_bytes) * (weights.matrices + weights.others)
-        spare.append(limit - stored - adamw - needed)
-    return min(spare)
+        needed_bytes = sum(transient(config, algorithm, layout, stage).parts().values())
+        needed_bytes += least_workspace_bytes(config, algorithm) + least_buffer_bytes(config, layout, stage)
+        adamw_bytes = sum(optimizer_state(config, algorithm, weights.share(layout, matrices=False), 0, 0).values())
+        stored_bytes = (config.train.weight_bytes + config.train.gradient_bytes) * (weights.matrices + weights.others)
+        spare_of_stages.append(limit - stored_bytes - adamw_bytes - needed_bytes)
+    return min(spare_of_stages)
 
 
 def element_bytes(config: RunConfig, algorithm: Algorithm, counts: Mapping[Shape, int], *, worst_case: bool) -> float:

@@ -19,7 +19,7 @@ from canzona_cli.costs.update import adamw_seconds, memory_rate, step_factor
 
 @dataclass(frozen=True, kw_only=True)
 class StageTime:
-    """The time of one pipeline stage."""
+    """The time of one pipeline stage. Its chunks are model chunks."""
 
     chunks: tuple[tuple[Module, ...], ...]
     """The modules of each model chunk, in forward order."""
@@ -102,35 +102,32 @@ def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
       the embedding (with sequence parallelism an all-gather or a reduce-scatter), and the same in the
       backward pass; in the loss, three all-reduces of one number per token.
     """
-    times, layers = ModuleTimes(config, layout), config.model.num_layers
+    times, model = ModuleTimes(config, layout), config.model
     layer = times.layer()
-    numbers_by_chunk = (chunk_layers(layers, layout, stage, chunk) for chunk in range(layout.vpp))
-    chunks = [[replace(module, layer=number) for number in numbers for module in layer] for numbers in numbers_by_chunk]
+    layers_by_chunk = (chunk_layers(model.num_layers, layout, stage, chunk) for chunk in range(layout.vpp))
+    chunks = [[replace(module, layer=index) for index in layers for module in layer] for layers in layers_by_chunk]
     if stage == 0:
         chunks[0].insert(0, times.embedding())
     if stage == layout.pp - 1:
-        chunks[-1].append(times.output(tied=stage == 0 and config.model.tied_embeddings))
-    return StageTime(
-        chunks=tuple(map(tuple, chunks)),
-        hop=hop(config, layout),
-        pass_s=1e-6 * config.cluster.pass_us,
-    )
+        chunks[-1].append(times.output(tied=stage == 0 and model.tied_embeddings))
+    return StageTime(chunks=tuple(map(tuple, chunks)), hop=hop(config, layout), pass_s=1e-6 * config.cluster.pass_us)
 
 
 def passes(config: RunConfig, layout: Layout) -> list[list[tuple[float, float]]]:
     """Returns the forward and backward seconds of one micro-batch, by stage and model chunk: the
     `StageTime.passes` of all stages, computed faster, without lists of modules."""
-    shared = replace(layout, pp=1, vpp=1, dp=layout.dp * layout.pp, num_microbatches=1, global_batch_size=1)
-    layer, first, last = _pieces(config, shared)
+    one_stage = replace(layout, pp=1, vpp=1, dp=layout.dp * layout.pp, num_microbatches=1, global_batch_size=1)
+    (layer_s, layer_back_s), embedding, output = _pieces(config, one_stage)
     layers, pass_s = config.model.num_layers, 1e-6 * config.cluster.pass_us
 
     def of_chunk(stage: int, chunk: int) -> tuple[float, float]:
         count = len(chunk_layers(layers, layout, stage, chunk))
-        return pass_s + count * layer[0], pass_s + count * layer[1]
+        return pass_s + count * layer_s, pass_s + count * layer_back_s
 
     by_stage = [[of_chunk(stage, chunk) for chunk in range(layout.vpp)] for stage in range(layout.pp)]
-    for end, (forward, backward) in ((0, first), (-1, last)):
-        by_stage[end][end] = (by_stage[end][end][0] + forward, by_stage[end][end][1] + backward)
+    # The first chunk of the first stage has the embedding, the last chunk of the last stage the output layer.
+    for end, (forward_s, backward_s) in ((0, embedding), (-1, output)):
+        by_stage[end][end] = (by_stage[end][end][0] + forward_s, by_stage[end][end][1] + backward_s)
     return by_stage
 
 
@@ -173,8 +170,8 @@ def zeroing_seconds(config: RunConfig, layout: Layout, stage: int, padding: int 
         padding: the elements of padding in the buffers.
     """
     weights = stage_weights(config, layout, stage)
-    grad = config.train.gradient_bytes
-    return (weights.matrices + weights.others + padding) * grad / memory_rate(config.cluster)
+    elements = weights.matrices + weights.others + padding
+    return elements * config.train.gradient_bytes / memory_rate(config.cluster)
 
 
 NORM_BYTES, CLIP_BYTES = 4, 8
@@ -208,7 +205,7 @@ def least_before_updates(config: RunConfig, layout: Layout) -> float:
     """Estimates the least seconds of norm, clip and AdamW on a rank: the time of an average owner in stage
     pp // 2, which has neither embedding nor output layer if pp > 2."""
     weights = stage_weights(config, layout, layout.pp // 2)
-    others = weights.others / layout.owners
-    reduced = weights.reduced(layout)
-    update_s = step_factor(config, "adamw_update") * adamw_seconds(others, config.cluster)
-    return NormClip(config, layout).seconds(reduced + others, others) + update_s
+    adamw = weights.others / layout.owners
+    matrices = weights.reduced(layout)
+    update_s = step_factor(config, "adamw_update") * adamw_seconds(adamw, config.cluster)
+    return NormClip(config, layout).seconds(matrices + adamw, adamw) + update_s

@@ -140,12 +140,12 @@ class ModuleTimes:
         model, cluster, tokens = self._config.model, self._cluster, self._tokens
         vocabulary = model.vocab_size // self._layout.tp
         weights = vocabulary * model.hidden_size
-        product = matmul_seconds(cluster, tokens, model.hidden_size, vocabulary, self._config.train.precision)
-        logits = tokens * vocabulary / memory_rate(cluster)
+        product_s = matmul_seconds(cluster, tokens, model.hidden_size, vocabulary, self._config.train.precision)
+        logits_byte_s = tokens * vocabulary / memory_rate(cluster)  # one byte of each logit
         moved_s = 2 * self._memory_s * self._stream
         forward_s, backward_s = self._on_slowest_gpu(
-            product + logits * LOSS_FORWARD_BYTES + moved_s,
-            2 * product + logits * LOSS_BACKWARD_BYTES + moved_s + self._accumulate_s * weights,
+            product_s + logits_byte_s * LOSS_FORWARD_BYTES + moved_s,
+            2 * product_s + logits_byte_s * LOSS_BACKWARD_BYTES + moved_s + self._accumulate_s * weights,
         )
         return Module(
             part="output",
@@ -160,37 +160,39 @@ class ModuleTimes:
     def _module(self, work: Work) -> Module:
         """Returns one module of the first layer."""
         config, layout, tokens = self._config, self._layout, self._tokens
-        products_s, recompute = products_seconds(config, layout, work), layout.recompute
+        products_s = products_seconds(config, layout, work)
         weights = _held_experts(layout, work) * _held_weight(layout, work).elements
-        moved: float = work.stream * self._stream + tokens * (work.elements // layout.tp)
-        moved += tokens * work.copied * copy_passes(config, layout)
-        core_s, core_backward_s, (gather, scatter) = 0.0, 0.0, (Transfer(), Transfer())
-        starts, attention = 1.0, work.attention
+        moved_elements: float = work.stream * self._stream + tokens * (work.elements // layout.tp)
+        moved_elements += tokens * work.copied * copy_passes(config, layout)
+        core_s = core_backward_s = 0.0
+        gather = scatter = Transfer()
+        starts = 1.0
+        attention = work.attention
         if attention is not None:
-            heads = attention.queries // layout.tp + attention.keys // layout.tp
-            moved += _head_passes(config, attention) * tokens * heads
+            head_elements = attention.queries // layout.tp + attention.keys // layout.tp
+            moved_elements += _head_passes(config, attention) * tokens * head_elements
             core_s, core_backward_s, (gather, scatter) = _core_attention(config, layout, attention)
             starts += 0.0 if layout.cp == 1 or self._cluster.fused_layers else CUT_STARTS
-        forward = products_s + core_s + self._memory_s * moved
-        backward = 2 * products_s + core_backward_s + 2 * self._memory_s * moved
-        forward_s, backward_s = self._on_slowest_gpu(forward, backward + self._accumulate_s * weights, starts)
+        computed_s = products_s + core_s + self._memory_s * moved_elements
+        computed_back_s = 2 * products_s + core_backward_s + 2 * self._memory_s * moved_elements
+        forward_s, backward_s = self._on_slowest_gpu(computed_s, computed_back_s + self._accumulate_s * weights, starts)
         core_again_s, _ = self._on_slowest_gpu(core_s, 0.0, starts=0.0)
-        divided = work.experts > 1 and layout.ep > 1
-        if divided:
+        dispatched = work.experts > 1 and layout.ep > 1
+        if dispatched:
             transfer = transfer_back = dispatch(config, layout)
         else:
             transfer = self._exposed_exchange(products_s).followed_by(gather)
             transfer_back = self._exposed_exchange(2 * products_s).followed_by(scatter)
-        moved_again = {"none": Transfer(), "selective": gather, "full": transfer}[recompute]
+        moved_again = {"none": Transfer(), "selective": gather, "full": transfer}[layout.recompute]
         return Module(
             part=work.part,
             layer=0,
             forward_s=forward_s,
             backward_s=backward_s,
-            again_s={"none": 0.0, "selective": core_again_s, "full": forward_s}[recompute],
+            again_s={"none": 0.0, "selective": core_again_s, "full": forward_s}[layout.recompute],
             weights=weights,
             moves=(transfer, transfer_back.followed_by(moved_again)),
-            dispatched=divided,
+            dispatched=dispatched,
         )
 
     def _exposed_exchange(self, matmul_s: float) -> Transfer:
@@ -204,21 +206,22 @@ class ModuleTimes:
         cluster, collective = self._cluster, self._exchange
         if not cluster.tp_overlap:
             return collective
-        hidden = min((1 - 1 / self._layout.tp) * collective.link_s, matmul_s)
-        return replace(collective, link_s=collective.link_s - (1 - cluster.collective_units) * hidden)
+        hidden_s = min((1 - 1 / self._layout.tp) * collective.link_s, matmul_s)
+        return replace(collective, link_s=collective.link_s - (1 - cluster.collective_units) * hidden_s)
 
-    def _on_slowest_gpu(self, forward: float, backward: float, starts: float = 1.0) -> tuple[float, float]:
+    def _on_slowest_gpu(self, computed_s: float, computed_back_s: float, starts: float = 1.0) -> tuple[float, float]:
         """Returns the forward and backward seconds of a module on the slowest GPU.
 
         Args:
-            forward: the modelled seconds of its forward pass.
-            backward: the modelled seconds of its backward pass.
+            computed_s: the modelled seconds of its forward pass.
+            computed_back_s: the modelled seconds of its backward pass.
             starts: the number of its operations relative to an average module; the overhead of starting them
                 is proportional to it.
         """
-        cluster, slowest = self._cluster, slowest_gpu_factor(self._cluster, self._layout.world_size)
-        forward_s = slowest * forward * cluster.forward_factor + 1e-6 * cluster.forward_module_us * starts
-        backward_s = slowest * backward * cluster.backward_factor + 1e-6 * cluster.backward_module_us * starts
+        cluster = self._cluster
+        slowest = slowest_gpu_factor(cluster, self._layout.world_size)
+        forward_s = slowest * computed_s * cluster.forward_factor + 1e-6 * cluster.forward_module_us * starts
+        backward_s = slowest * computed_back_s * cluster.backward_factor + 1e-6 * cluster.backward_module_us * starts
         return forward_s, backward_s
 
 
@@ -265,31 +268,32 @@ def _core_attention(
     and the context-parallel transfers of both passes."""
     cluster, t = config.cluster, layout.tp
     tokens, unit = micro_batch_tokens(config, layout), config.train.precision
-    operations = 2.0 * tokens * config.train.seq_length * attention.queries / t
+    flops = 2.0 * tokens * config.train.seq_length * attention.queries / t
     if cluster.device == "cpu":
-        forward = operations / (CPU_ATTENTION * matmul_rate(cluster, 1, "fp32"))
-        backward = 2.5 * forward
+        forward_s = flops / (CPU_ATTENTION * matmul_rate(cluster, 1, "fp32"))
+        backward_s = 2.5 * forward_s
     else:
         peak = cluster.bf16_tflops * 1e12 if unit == "bf16" else matmul_rate(cluster, 1, unit)
         slower = 1.0 if cluster.fused_layers else TORCH_ATTENTION
-        forward = slower * operations / (ATTENTION_FORWARD * peak)
-        backward = 2.5 * slower * operations / (ATTENTION_BACKWARD * peak)
+        forward_s = slower * flops / (ATTENTION_FORWARD * peak)
+        backward_s = 2.5 * slower * flops / (ATTENTION_BACKWARD * peak)
     if layout.cp == 1:
-        return forward, backward, (Transfer(), Transfer())
+        return forward_s, backward_s, (Transfer(), Transfer())
     links, group = Links(cluster=cluster), Groups.of(layout, cluster).cp
     slice_bytes = 2.0 * tokens * attention.keys / t * config.train.weight_bytes
     if cluster.fused_layers:
         # While the attention of one slice is computed, the next slice is sent; in the backward pass, so is
         # the slice's gradient.
-        hop_s, hops = links.point_to_point(slice_bytes, crosses=group.machines > 1).seconds, layout.cp - 1
-        exposed = Transfer(latency_s=hops * max(0.0, hop_s - forward / layout.cp))
-        exposed_backward = Transfer(latency_s=hops * max(0.0, 2 * hop_s - backward / layout.cp))
-        return forward, backward, (exposed, exposed_backward)
+        hop_s = links.point_to_point(slice_bytes, crosses=group.machines > 1).seconds
+        hops = layout.cp - 1
+        exposed = Transfer(latency_s=hops * max(0.0, hop_s - forward_s / layout.cp))
+        exposed_backward = Transfer(latency_s=hops * max(0.0, 2 * hop_s - backward_s / layout.cp))
+        return forward_s, backward_s, (exposed, exposed_backward)
     size = layout.cp * slice_bytes
     gather, scatter = links.all_gather(size, group), links.reduce_scatter(size, group)
-    share = t / layout.cp  # an owner's t ranks are in t groups, each of which c owners share
-    moves = gather.with_cores(share * gather.cores), scatter.with_cores(share * scatter.cores)
-    return forward, backward, moves
+    groups_per_owner = t / layout.cp  # its t ranks are in t groups, each of which c owners have in common
+    transfers = gather.with_cores(groups_per_owner * gather.cores), scatter.with_cores(groups_per_owner * scatter.cores)
+    return forward_s, backward_s, transfers
 
 
 def _head_passes(config: RunConfig, attention: Attention) -> float:

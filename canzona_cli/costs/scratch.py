@@ -93,7 +93,7 @@ def _muon(
     """Counts the bytes of scratch of Muon's updates, see `workspace_bytes`."""
     # All sizes are in elements. `second_...` belong to the second of two interleaved shared matrices.
     iterate = square = gram_square = direction = gram_copy = block = second_iterate = second_square = 0
-    half = config.cluster.device == "cuda" and config.train.weight_bytes < FP32
+    keeps_copy = config.cluster.device == "cuda" and config.train.weight_bytes < FP32
     for batch in batches:
         for (rows, cols), count in Counter(batch).items():
             stacked = min(count, stack_of(algorithm, rows, cols, config.cluster))
@@ -102,21 +102,21 @@ def _muon(
             if form_of(algorithm, rows, cols, config.cluster) == "gram":
                 gram_square = max(gram_square, stacked * min(rows, cols) ** 2)
                 # One matrix may be left over from stacks and is then updated alone.
-                gram_copy = max(gram_copy, rows * cols if half and (stacked == 1 or count % stacked == 1) else 0)
+                gram_copy = max(gram_copy, rows * cols if keeps_copy and (stacked == 1 or count % stacked == 1) else 0)
             in_block = max(1, min(stacked, BLOCK // (rows * cols)))
             by_blocks = config.cluster.device == "cpu" and not isinstance(muon, NorMuonConfig)
             direction = max(direction, (in_block if by_blocks else stacked) * rows * cols)
             block = max(block, min(in_block * rows, max(1, BLOCK // cols)) * cols)
-    for fragment, side in shared:
+    for fragment, shared_square in shared:
         iterate, direction = max(iterate, fragment), max(direction, fragment)
-        square, gram_square = max(square, side), max(gram_square, side)
+        square, gram_square = max(square, shared_square), max(gram_square, shared_square)
         block = max(block, min(fragment, BLOCK))
-    for fragment, side in interleaved:
-        second_iterate, second_square = max(second_iterate, fragment), max(second_square, side)
+    for fragment, shared_square in interleaved:
+        second_iterate, second_square = max(second_iterate, fragment), max(second_square, shared_square)
         direction, block = max(direction, fragment), max(block, min(fragment, BLOCK))
-    fp32 = (direction if muon.nesterov or isinstance(muon, NorMuonConfig) else gram_copy) + (
-        block if config.cluster.device == "cpu" else 0
-    )
+    fp32 = direction if muon.nesterov or isinstance(muon, NorMuonConfig) else gram_copy
+    if config.cluster.device == "cpu":
+        fp32 += block
     products = iterate + square + gram_square + second_iterate + 2 * second_square
     return config.train.weight_bytes * 2 * products + FP32 * fp32
 
@@ -140,7 +140,8 @@ def momentary_bytes(config: RunConfig, algorithm: Algorithm) -> int:
       three matrices, in fp32;
     - AdamW: three matrices in fp32.
     """
-    shapes, width, keeps = set(matrix_shapes(config)), config.train.weight_bytes, keeps_workspace(config)
+    shapes, width = set(matrix_shapes(config)), config.train.weight_bytes
+    keeps = keeps_workspace(config)
     orthogonal = not RULES[algorithm.name].preconditioned and algorithm.name != "adamw"
     if orthogonal and keeps:
         return 0

@@ -31,8 +31,8 @@ last segment."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
-    """The cost of a shared matrix's update."""
+class SharedCost:
+    """The seconds of a shared matrix's update."""
 
     fragment: tuple[Seconds, ...]
     """The seconds of each part of the update, equal on all ranks of the owner's TP group. Exchanges may
@@ -44,11 +44,13 @@ class Share:
         return sum(self.fragment)
 
 
-HOSTED: Mapping[int, Share] = MappingProxyType({})
-"""The value of `Assignment.shares` if no matrix is shared."""
+SharedCosts = Mapping[int, SharedCost]
+"""The costs of shared matrices, by index."""
+HOSTED: SharedCosts = MappingProxyType({})
+"""The value of `Assignment.shared_costs` if no matrix is shared."""
 
 
-def shares(config: RunConfig, algorithm: Algorithm, layout: Layout, members: Sequence[Matrix]) -> Mapping[int, Share]:
+def shared_costs(config: RunConfig, algorithm: Algorithm, layout: Layout, members: Sequence[Matrix]) -> SharedCosts:
     """Returns the costs of all matrices that can be shared, by index.
 
     No matrix can be shared if `engine.mode` is hosted or `why_hosted` gives a reason. Otherwise a matrix can
@@ -58,7 +60,7 @@ def shares(config: RunConfig, algorithm: Algorithm, layout: Layout, members: Seq
     if config.engine.mode == "hosted" or why_hosted(config, algorithm, layout) is not None:
         return HOSTED
     return {
-        matrix.index: share_of(algorithm, matrix.rows, matrix.cols, layout.tp, config.cluster)
+        matrix.index: shared_cost_of(algorithm, matrix.rows, matrix.cols, layout.tp, config.cluster)
         for matrix in members
         if matrix.cut_long
         and (algorithm.form == "gram" or min(matrix.shape) >= GRAM_MIN_SIDE)
@@ -97,7 +99,7 @@ def mode_warnings(config: RunConfig, layout: Layout, members: Sequence[Matrix] |
         members = matrices(config.model, layout, config.engine.splitting)
     algorithm = algorithm_of(config)
     reason = why_hosted(config, algorithm, layout)
-    if reason is None and not shares(config, algorithm, layout, members):
+    if reason is None and not shared_costs(config, algorithm, layout, members):
         reason = f"no matrix has a long side that TP cuts and a short side that is a multiple of {layout.tp}"
         if algorithm.form != "gram":
             reason += f" and at least {GRAM_MIN_SIDE} long (optimizer.form=gram shares shorter ones)"
@@ -106,12 +108,12 @@ def mode_warnings(config: RunConfig, layout: Layout, members: Sequence[Matrix] |
 
 
 @lru_cache(maxsize=1024)
-def share_of(algorithm: Algorithm, rows: int, cols: int, tp: int, cluster: ClusterConfig) -> Share:
+def shared_cost_of(algorithm: Algorithm, rows: int, cols: int, tp: int, cluster: ClusterConfig) -> SharedCost:
     """Returns the cost of the shared update of a (rows, cols) matrix."""
     m, n = sorted((rows, cols))
     works = shared_works(algorithm.ns_steps, m, n, tp, width=matmul_bytes(algorithm))
     scale = gram_scale(algorithm, rows, cols, cluster)
-    return Share(fragment=tuple(rounded(scale * duration(work, algorithm.precision, cluster)) for work in works))
+    return SharedCost(fragment=tuple(rounded(scale * duration(work, algorithm.precision, cluster)) for work in works))
 
 
 def shared_works(steps: int, m: int, n: int, tp: int, *, width: int) -> list[Work]:
@@ -139,13 +141,13 @@ def shared_works(steps: int, m: int, n: int, tp: int, *, width: int) -> list[Wor
         works.append(_add(pending, gram))
         pending = _add(applied, Work(launches=_FRAGMENT_KERNELS[1]))
         works.append(Work(traffic=(tp + 1) * width * m * m / tp, launches=5))
-        number = 4 * k - 3
+        product_count = 4 * k - 3
         product = Work(
             matmuls=((1, m // tp, m, m),),
-            traffic=width * (17 * k - 14) / number * m * m / tp,
-            launches=(11 * k + 7 * min(k, 2) + 15) / number,
+            traffic=width * (17 * k - 14) / product_count * m * m / tp,
+            launches=(11 * k + 7 * min(k, 2) + 15) / product_count,
         )
-        works += [product] * number
+        works += [product] * product_count
     return [*works, applied, after]
 
 
@@ -165,7 +167,7 @@ def shared_exchanges(steps: int) -> tuple[FollowingExchanges, ...]:
     """Lists the exchanges after each part of a shared update except the last: norms and flags, Gram matrices,
     and the rows of matmuls (`optimizers.shared_rows`). Each matmul of squares is a separate part."""
     flags, summed = FollowingExchanges(("all_reduce",)), FollowingExchanges(("all_reduce", "all_to_all"))
-    gathered, hidden = FollowingExchanges(("all_gather",)), FollowingExchanges(("all_gather",), 1)
+    gathered, hidden = FollowingExchanges(("all_gather",)), FollowingExchanges(("all_gather",), overlapped_parts=1)
     exchanges = [flags]
     for k in segments(steps):
         exchanges += [summed, gathered]
@@ -202,12 +204,12 @@ def shared_transfers(side: int, steps: int, width: int, links: Links, group: Gro
     Args:
         width: the bytes of an element.
     """
-    square = width * side**2
-    parts = [square * (group.size - 1) / group.size] * group.size
+    square_bytes = width * side**2
+    sent_bytes = [square_bytes * (group.size - 1) / group.size] * group.size
     transfers: Mapping[Exchange, Transfer] = {
         "all_reduce": links.all_reduce(_FLAG_BYTES, group),
-        "all_to_all": links.all_to_all(parts, parts, group),
-        "all_gather": links.all_gather(square, group),
+        "all_to_all": links.all_to_all(sent_bytes, sent_bytes, group),
+        "all_gather": links.all_gather(square_bytes, group),
     }
     return [
         reduce(Transfer.followed_by, (transfers[exchange] for exchange in following.exchanges), Transfer())

@@ -171,11 +171,11 @@ class Timeline:
             slowed_by: for each stream that is slowed down, the streams of the transfers that do so.
             share: the share of the compute units that transfers take.
         """
-        ran = self.run()
+        undisturbed = self.run()
         if not share:
-            return ran
+            return undisturbed
         by_stream: dict[Hashable, list[tuple[int, TaskTimes]]] = {}
-        for index, (task, times) in enumerate(zip(self.tasks, ran, strict=True)):
+        for index, (task, times) in enumerate(zip(self.tasks, undisturbed, strict=True)):
             if times.end > times.start:
                 by_stream.setdefault(task.stream, []).append((index, times))
         for stream, transfer_streams in slowed_by.items():
@@ -188,14 +188,15 @@ class Timeline:
         self, computing: Sequence[tuple[int, TaskTimes]], transfers: Sequence[TaskTimes], share: float
     ) -> None:
         """Lengthens each task by `share` times its overlap with `transfers`; both are in order of time."""
-        first = 0
+        done = 0  # the number of transfers that ended before the task
         for index, times in computing:
             overlap_s = 0.0
-            for transfer in islice(transfers, first, None):
+            for transfer in islice(transfers, done, None):
                 if transfer.start >= times.end:
                     break
                 overlap_s += max(0.0, min(times.end, transfer.end) - max(times.start, transfer.start))
-                first += transfer.end <= times.end
+                if transfer.end <= times.end:
+                    done += 1
             task = self.tasks[index]
             self.tasks[index] = task._replace(seconds=task.seconds + share * overlap_s)
 
@@ -214,7 +215,7 @@ class Timeline:
                 waiters[other].append(index)
 
         start, end = [0.0] * len(tasks), [-1.0] * len(tasks)
-        links: dict[Hashable, _SharedResource] = {}
+        resources: dict[Hashable, _SharedResource] = {}
         # (time, kind, index). Kind 0: the `seconds` of task `index` are over. Kind 1: a transfer may have
         # ended on the link of task `index`.
         events: list[tuple[float, int, int]] = []
@@ -236,22 +237,22 @@ class Timeline:
             if kind == 0 and (task.link is None or task.link_s == 0):
                 finish(index, now)
                 continue
-            if task.link not in links:
+            if task.link not in resources:
                 cores = self._cores if task.link is _PROCESSOR else None
-                links[task.link] = _SharedResource(cores=cores, crowding=self._crowding)
-            link = links[task.link]
+                resources[task.link] = _SharedResource(cores=cores, crowding=self._crowding)
+            resource = resources[task.link]
             if kind == 0:
-                link.advance(now)
-                link.join(index, task.link_s, task.cores)
-            elif not link.active or now < link.next_end():
+                resource.advance(now)
+                resource.join(index, task.link_s, task.cores)
+            elif not resource.active or now < resource.next_end():
                 continue  # another transfer has joined in the meantime, and a later event has the new end
             else:
-                link.advance(now)
-                _, done = heapq.heappop(link.active)
-                link.demand -= tasks[done].cores
+                resource.advance(now)
+                _, done = heapq.heappop(resource.active)
+                resource.demand -= tasks[done].cores
                 finish(done, now)
-            if link.active:
-                heapq.heappush(events, (link.next_end(), 1, link.active[0][1]))
+            if resource.active:
+                heapq.heappush(events, (resource.next_end(), 1, resource.active[0][1]))
 
         if any(moment < 0 for moment in end):
             raise ValueError("tasks wait for each other in a cycle")
@@ -261,10 +262,10 @@ class Timeline:
         """Returns the index of the previous task on the stream of each task; None for the first task of a
         stream."""
         previous: list[int | None] = []
-        last: dict[Hashable, int] = {}
+        last_of_stream: dict[Hashable, int] = {}
         for index, task in enumerate(self.tasks):
-            previous.append(last.get(task.stream))
-            last[task.stream] = index
+            previous.append(last_of_stream.get(task.stream))
+            last_of_stream[task.stream] = index
         return previous
 
     def _times_of(self, index: int, start: float, end: list[float], before: int | None) -> TaskTimes:

@@ -168,7 +168,8 @@ def label(algorithm: Algorithm) -> str:
         return "custom"
     if RULES[algorithm.name].orthogonal:
         return f"{algorithm.name}/{algorithm.form}/{algorithm.ns_steps}{'/stacked' if algorithm.stack else ''}"
-    roots, spread = "" if algorithm.roots == "eigh" else f"/{algorithm.roots}", "/spread" if algorithm.spread else ""
+    roots = "" if algorithm.roots == "eigh" else f"/{algorithm.roots}"
+    spread = "/spread" if algorithm.spread else ""
     return f"{algorithm.name}{roots}{spread}"
 
 
@@ -186,9 +187,9 @@ def seconds(
         algorithm = replace(algorithm, form="standard", stack=False, graph=False, spread=False)
         cluster = replace(cluster, symmetric_factor=1.0)
         for prefix in ("megatron/", ""):
-            measured = _measured(algorithm, rows, cols, cluster, prefix)
-            if measured is not None:
-                return measured
+            measured_s = _measured(algorithm, rows, cols, cluster, prefix)
+            if measured_s is not None:
+                return measured_s
         host_s = MEGATRON_HOST_S if cluster.device == "cuda" and RULES[algorithm.name].orthogonal else 0.0
         return max(host_s, _modelled(algorithm, rows, cols, cluster, implementation)[0])
     return _seconds(_with_choices(algorithm, rows, cols, cluster), rows, cols, cluster)
@@ -209,9 +210,9 @@ def form_of(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfig) 
         return "standard"
     # The size of automatic stacks depends on the form, so forms are compared without automatic stacks.
     unstacked = replace(algorithm, stack=algorithm.stack is True)
-    standard = _seconds(replace(unstacked, form="standard"), rows, cols, cluster)
-    gram = _seconds(replace(unstacked, form="gram"), rows, cols, cluster)
-    return "gram" if min(rows, cols) >= GRAM_MIN_SIDE and gram <= GRAM_GAIN * standard else "standard"
+    standard_s = _seconds(replace(unstacked, form="standard"), rows, cols, cluster)
+    gram_s = _seconds(replace(unstacked, form="gram"), rows, cols, cluster)
+    return "gram" if min(rows, cols) >= GRAM_MIN_SIDE and gram_s <= GRAM_GAIN * standard_s else "standard"
 
 
 def gram_holds(algorithm: Algorithm, cluster: ClusterConfig) -> bool:
@@ -252,9 +253,9 @@ def period_seconds(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterC
     """Returns the seconds of an update in each step of a refresh period. Their mean is measured or modelled;
     their proportions are always modelled."""
     algorithm = _with_choices(algorithm, rows, cols, cluster)
-    mean, steps = _modelled(algorithm, rows, cols, cluster)
-    scale = _seconds(algorithm, rows, cols, cluster) / mean
-    return tuple(scale * step for step in steps)
+    mean_s, steps_s = _modelled(algorithm, rows, cols, cluster)
+    scale = _seconds(algorithm, rows, cols, cluster) / mean_s
+    return tuple(scale * step_s for step_s in steps_s)
 
 
 def adamw_seconds(elements: float, cluster: ClusterConfig) -> float:
@@ -310,8 +311,8 @@ def _interpolated(table: tuple[tuple[int, float], ...], size: float) -> float:
         return table[0][1] * size / table[0][0]
     if place == len(table):
         return table[-1][1]
-    (low, slow), (high, fast) = table[place - 1], table[place]
-    return slow + (fast - slow) * math.log(size / low) / math.log(high / low)
+    (low, low_rate), (high, high_rate) = table[place - 1], table[place]
+    return low_rate + (high_rate - low_rate) * math.log(size / low) / math.log(high / low)
 
 
 def matmul_seconds(cluster: ClusterConfig, m: float, k: float, n: float, unit: Unit) -> float:
@@ -330,15 +331,16 @@ def _with_choices(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterCo
 def _seconds(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> float:
     """Returns the mean seconds of one update in the algorithm's form and stacking: the measured seconds; or
     else the measured seconds of the other form, scaled by the model; or else the modelled seconds."""
-    measured, modelled = _measured(algorithm, rows, cols, cluster), _modelled(algorithm, rows, cols, cluster)[0]
-    if measured is not None:
-        return measured
+    measured_s = _measured(algorithm, rows, cols, cluster)
+    modelled_s = _modelled(algorithm, rows, cols, cluster)[0]
+    if measured_s is not None:
+        return measured_s
     for form in get_args(Form) if RULES[algorithm.name].orthogonal else ():
         other = replace(algorithm, form=form)
-        measured_other = _measured(other, rows, cols, cluster)
-        if measured_other is not None:
-            return measured_other * modelled / _modelled(other, rows, cols, cluster)[0]
-    return modelled
+        measured_other_s = _measured(other, rows, cols, cluster)
+        if measured_other_s is not None:
+            return measured_other_s * modelled_s / _modelled(other, rows, cols, cluster)[0]
+    return modelled_s
 
 
 def _modelled(
@@ -346,22 +348,25 @@ def _modelled(
 ) -> tuple[float, tuple[float, ...]]:
     """Returns the modelled seconds of one update, on average and in each step of a refresh period."""
     if algorithm.name == "adamw":
-        seconds = adamw_seconds(rows * cols, cluster)
-        return seconds, (seconds,)
+        adamw_s = adamw_seconds(rows * cols, cluster)
+        return adamw_s, (adamw_s,)
     every, parts = work(algorithm, rows, cols)
     if implementation == "megatron":
         every = replace(every, traffic=every.traffic + MEGATRON_BYTES[algorithm.precision] * rows * cols)
-    stacked = min(PRICED_STACK, max(2, _fitting(algorithm, rows, cols, cluster))) if algorithm.stack is True else 1
+    stacked = 1
+    if algorithm.stack is True:
+        stacked = min(PRICED_STACK, max(2, _fitting(algorithm, rows, cols, cluster)))
     if algorithm.graph:
         cluster = replace(cluster, launch_us=min(cluster.launch_us, cluster.graph_launch_us))
-    step = duration(every, _unit(algorithm), cluster, stacked)
+    step_s = duration(every, _unit(algorithm), cluster, stacked)
     if every.iteration:
-        step += duration(every.iteration, algorithm.precision, cluster)
-    added = [duration(part, "fp32", cluster, stacked) for part in parts]
-    if not added:
-        return step, (step,)
-    rest = [0.0] * (algorithm.refresh_period - len(added))
-    return step + sum(added) / algorithm.refresh_period, tuple(step + seconds for seconds in (*added, *rest))
+        step_s += duration(every.iteration, algorithm.precision, cluster)
+    refresh_s = [duration(part, "fp32", cluster, stacked) for part in parts]
+    if not refresh_s:
+        return step_s, (step_s,)
+    without_refresh = [0.0] * (algorithm.refresh_period - len(refresh_s))
+    steps_s = tuple(step_s + part_s for part_s in (*refresh_s, *without_refresh))
+    return step_s + sum(refresh_s) / algorithm.refresh_period, steps_s
 
 
 def _measured(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfig, prefix: str = "") -> float | None:
@@ -390,17 +395,17 @@ def duration(work: Work, unit: Unit, cluster: ClusterConfig, stacked: int = 1) -
     def matmul(m: int, k: int, n: int) -> float:
         return matmul_seconds(cluster, stacked * m, k, n, unit) / stacked
 
-    around = min(work.launches, MUON_AROUND)
-    launches = around + (work.launches - around) / stacked
-    fp32 = matmul_rate(cluster, 1.0, "fp32")
-    qr = (cluster.qr_tflops * 1e12) if cluster.qr_tflops else fp32 / 20
-    eigh = (cluster.eigh_tflops * 1e12) if cluster.eigh_tflops else fp32 / 100
+    unstacked_launches = min(work.launches, MUON_AROUND)  # not fewer in a stack
+    launches = unstacked_launches + (work.launches - unstacked_launches) / stacked
+    fp32_rate = matmul_rate(cluster, 1.0, "fp32")
+    qr_rate = (cluster.qr_tflops * 1e12) if cluster.qr_tflops else fp32_rate / 20
+    eigh_rate = (cluster.eigh_tflops * 1e12) if cluster.eigh_tflops else fp32_rate / 100
     halved = cluster.symmetric_factor if unit == "bf16" and stacked == 1 else 1.0
     return (
         sum(count * matmul(m, k, n) for count, m, k, n in work.matmuls)
         + sum(count * halved * matmul(m, k, m) for count, m, k in work.symmetric)
-        + work.qr_flops / qr
-        + sum(9.0 * n**3 / eigh for n in work.eigh)
+        + work.qr_flops / qr_rate
+        + sum(9.0 * n**3 / eigh_rate for n in work.eigh)
         + work.traffic / memory_rate(cluster)
         + launches * cluster.launch_us * 1e-6
     )

@@ -17,7 +17,7 @@ from canzona_cli.config.schema import (
     RunConfig,
 )
 from canzona_cli.costs.scratch import batch_slices
-from canzona_cli.costs.sharing import Share
+from canzona_cli.costs.sharing import SharedCosts
 from canzona_cli.costs.update import algorithm_of, form_of, stack_of
 from canzona_cli.engine.agreement import agree_on_optimizer
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
@@ -76,14 +76,14 @@ def build_engine(
         OptimizerRefused: On all ranks together, if a user's own class cannot update 2-D parameters with
             `step()` alone.
     """
-    shares = plan.assignment.shares if plan is not None else {}
+    shared = plan.assignment.shared_costs if plan is not None else {}
     tp = world.layout.tp
     if plan is not None:
         part = _planned_part(chunks, plan, world)
     else:
         part = _redundant_part(chunks, config, world)
         tag_matrices(chunks, part.parameters)
-    masters = _masters(part.matrices, lambda m: m.fragment_shape(tp) if m.index in shares else m.shape, world.device)
+    masters = _masters(part.matrices, lambda m: m.fragment_shape(tp) if m.index in shared else m.shape, world.device)
     fallbacks = Fallbacks(part.counted, masters)
     source = config.optimizer.source if isinstance(config.optimizer, CustomConfig) else None
     wiring = Wiring(
@@ -106,7 +106,7 @@ def build_engine(
             chunks,
             _expert_hosting(config, part.matrices, wiring),
             _group_hosting(config, plan, groups, _buffer_order(part.parameters), wiring),
-            _sharing(groups, shares, wiring),
+            _sharing(groups, shared, wiring),
             fallbacks,
         )
     else:
@@ -143,10 +143,10 @@ def _planned_part(chunks: Wrapped, plan: Plan, world: World) -> _RankPart:
     """Returns the matrices that the plan gives this rank. The rank in a shared matrix's cell counts its
     fallbacks."""
     parameters = matrix_parameters(chunks, plan, world)
-    shares, cells = plan.assignment.shares, plan.assignment.cells
+    shared, cells = plan.assignment.shared_costs, plan.assignment.cells
     owned = [m for m in plan.matrices if (m.stage, cells[m.index].owner) == (world.pp_rank, world.owner)]
     # Whole matrices that this rank hosts, and shared matrices, of which it keeps a fragment.
-    updated = [m for m in owned if m.index in shares or cells[m.index].host == world.tp_rank]
+    updated = [m for m in owned if m.index in shared or cells[m.index].host == world.tp_rank]
     matrices = sorted(updated, key=_buffer_order(parameters))
     counted = [m for m in matrices if cells[m.index].host == world.tp_rank]
     return _RankPart(matrices=matrices, counted=counted, parameters=parameters)
@@ -220,8 +220,8 @@ def _group_hosting(
     hosts = {matrix.index: cell.host for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True)}
     if wiring.fragments.tp == 1:  # nothing is sent, so groups are limited only by the scratch for gradients
         groups = _split_by_scratch(groups, wiring)
-    shares = plan.assignment.shares
-    batches = [sorted((m for m in group if m.index not in shares), key=order) for group in groups]
+    shared = plan.assignment.shared_costs
+    batches = [sorted((m for m in group if m.index not in shared), key=order) for group in groups]
     return Hosting(wiring, batches, hosts, *_dtypes(config))
 
 
@@ -240,13 +240,13 @@ def _split_by_scratch(groups: Sequence[Sequence[Matrix]], wiring: Wiring) -> lis
     ]
 
 
-def _sharing(groups: Sequence[Sequence[Matrix]], shares: Mapping[int, Share], wiring: Wiring) -> tuple[Sharing, ...]:
+def _sharing(groups: Sequence[Sequence[Matrix]], shared: SharedCosts, wiring: Wiring) -> tuple[Sharing, ...]:
     """Creates the optimizer of this rank's fragments of shared matrices, and copies the model's weights to
     their masters. Returns an empty tuple if the owner does not have shared matrices."""
-    matrices = [matrix for group in groups for matrix in group if matrix.index in shares]
+    matrices = [matrix for group in groups for matrix in group if matrix.index in shared]
     if not matrices:
         return ()
-    sharing = Sharing(wiring, matrices, [len(shares[matrix.index].fragment) for matrix in matrices])
+    sharing = Sharing(wiring, matrices, [len(shared[matrix.index].fragment) for matrix in matrices])
     for matrix in sharing.matrices:
         matrix.reload()
     return (sharing,)

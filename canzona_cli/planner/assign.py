@@ -18,14 +18,14 @@ balances them together with all other matrices.
 """
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby, product
 from types import MappingProxyType
 
 from canzona_cli.config.schema import Mesh
-from canzona_cli.costs.sharing import HOSTED, Share
+from canzona_cli.costs.sharing import HOSTED, SharedCost, SharedCosts
 from canzona_cli.errors import DoesNotFit, Problem
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.buckets import Part, Pool, pool_buckets, pools
@@ -50,7 +50,7 @@ def assign(
     *,
     bucket_elements: int | None = None,
     bytes_per_element: int = 4,
-    shares: Mapping[int, Share] = HOSTED,
+    shared_costs: SharedCosts = HOSTED,
 ) -> Assignment:
     """Returns the owner and host of every matrix, for the strategies that have a plan.
 
@@ -73,21 +73,21 @@ def assign(
         bucket_elements: the size at which Megatron closes a bucket of the first stage; None for one bucket
             per model chunk.
         bytes_per_element: the bytes of an element in an exchange; only greedy hosts depend on it.
-        shares: the costs of the matrices that may be shared, by index. If `settings.mode` is shared, all
-            these matrices are shared; otherwise as many as make the busiest cell least busy.
+        shared_costs: the costs of the matrices that may be shared, by index. If `settings.mode` is shared,
+            all these matrices are shared; otherwise as many as make the busiest cell least busy.
 
     Raises:
         DoesNotFit: no assignment within `memory_cap` was found.
     """
     cells: list[Cell] = [Cell(owner=0, host=0)] * len(matrices)
-    shared: dict[int, Share] = {}
+    shared: dict[int, SharedCost] = {}
 
     def problem(pool: Pool) -> PoolProblem:
         return PoolProblem(
             pool=pool,
             matrices=matrices,
             costs=costs,
-            shares=shares,
+            shared_costs=shared_costs,
             all_shared=settings.mode == "shared",
             buckets=pool_buckets(matrices, pool, layout, bucket_elements),
             mesh=layout,
@@ -99,8 +99,8 @@ def assign(
         for index, cell in best.cells.items():
             cells[index] = cell
             if index in best.shared:
-                shared[index] = shares[index]
-    return Assignment(cells=tuple(cells), shares=MappingProxyType(dict(sorted(shared.items()))))
+                shared[index] = shared_costs[index]
+    return Assignment(cells=tuple(cells), shared_costs=MappingProxyType(dict(sorted(shared.items()))))
 
 
 def _solve(
@@ -194,7 +194,8 @@ def _place_within(
         cells = _assign_capped(stage, stage.costs, elements, memory_cap) or _assign_capped(
             stage, elements, elements, memory_cap
         )
-        cells = None if settings.mode == "shared" else cells
+        if settings.mode == "shared":
+            cells = None
     if cells is None or (settings.strategy == "paper" and memory_cap is not None):
         raise DoesNotFit(_does_not_fit(stage, experts, memory_cap or 0))
     return Placement(problem=stage, cells=cells, shared=frozenset())
@@ -217,7 +218,7 @@ def _balance(stage: PoolProblem) -> Owners:
     heuristics: list[Callable[[PoolProblem], Owners]] = [_units_to_owners]
     if stage.tp > 1:
         heuristics.append(_units_to_cells)
-    problems = [stage, replace(stage, costs=stage.summed_costs)] if stage.shares else [stage]
+    problems = [stage, replace(stage, costs=stage.summed_costs)] if stage.shared_costs else [stage]
     for heuristic, problem in product(heuristics, problems):
         owner_of = heuristic(problem)
         height = stage.height(owner_of)
@@ -247,18 +248,18 @@ def _units_to_cells(stage: PoolProblem) -> Owners:
 def _assign_blended(stage: PoolProblem, blend: float) -> Owners:
     """Assigns units bucket by bucket, largest first, each to the owner with the lowest weighted sum of its
     compute so far and its bytes of this bucket."""
-    compute = [0.0] * stage.owners
-    goal = sum(map(stage.cost, stage.units)) / stage.owners
+    busy_s = [0.0] * stage.owners
+    mean_s = sum(map(stage.cost, stage.units)) / stage.owners
     owner_of: Owners = {}
     for parts in sorted(stage.parts, key=lambda parts: -sum(part.elements for part in parts)):
-        share = sum(part.elements for part in parts) / stage.owners
-        held = [0] * stage.owners
+        mean_size = sum(part.elements for part in parts) / stage.owners
+        sizes = [0] * stage.owners
         for part in sorted(parts, key=lambda part: (-part.elements, -stage.cost(part.unit))):
-            score = [blend * compute[o] / goal + (1 - blend) * held[o] / share for o in range(stage.owners)]
-            owner = min(range(stage.owners), key=lambda o: (score[o], compute[o], o))
+            score = [blend * busy_s[o] / mean_s + (1 - blend) * sizes[o] / mean_size for o in range(stage.owners)]
+            owner = min(range(stage.owners), key=lambda o: (score[o], busy_s[o], o))
             owner_of[part.unit] = owner
-            held[owner] += part.elements
-            compute[owner] += stage.cost(part.unit)
+            sizes[owner] += part.elements
+            busy_s[owner] += stage.cost(part.unit)
     return owner_of
 
 
@@ -310,7 +311,7 @@ def _choose_hosts(
             continue
         if settings.strategy == "asc":
             hosts: Sequence[int] = [position % stage.tp for position in range(len(indices))]
-        elif settings.grouping == "greedy" and not stage.shares:
+        elif settings.grouping == "greedy" and not stage.shared_costs:
             hosts = greedy_hosts(stage.matrices, indices, stage.tp, settings.capacity(bytes_per_element))
         else:
             row = stage.packer.rows(indices)[0]
@@ -324,8 +325,8 @@ def _choose_hosts(
 def _does_not_fit(stage: PoolProblem, experts: Sequence[PoolProblem], memory_cap: int) -> Problem:
     """Describes a stage whose matrices exceed `memory_cap` elements on some rank."""
     units = (unit for problem in (stage, *experts) for unit in problem.units.values())
-    held = [stage.matrices[index].elements for unit in units for index in unit]
-    total, largest, cells = sum(held), max(held), stage.mesh.cells
+    sizes = [stage.matrices[index].elements for unit in units for index in unit]
+    total, largest, cells = sum(sizes), max(sizes), stage.mesh.cells
     return Problem(
         key="gpus",
         value=f"{stage.owners} x {stage.tp} ranks of a stage",

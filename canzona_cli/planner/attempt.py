@@ -6,11 +6,11 @@ with them, so one attempt makes different plans for different micro-batch sizes.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from canzona_cli.costs.sharing import HOSTED, Share
+from canzona_cli.costs.sharing import HOSTED, SharedCosts
 from canzona_cli.costs.update import rounded
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.assign import assign
@@ -49,7 +49,7 @@ class Prices:
     """The seconds of each matrix's update by one rank."""
     bounds: tuple[float, ...]
     """The lower bounds of the plan (`Plan.lower_bounds`)."""
-    possible: Mapping[int, Share]
+    possible: SharedCosts
     """The costs of the matrices that may be shared, by index."""
     pipeline: HostedPipeline
     """The costs of a TP group's exchanges."""
@@ -85,9 +85,9 @@ class Attempt:
         self._layout, self._subject, self._memory_cap = subject.layout, subject, memory_cap
         self._members = prices.matrices
         self._costs, self._bounds, self._possible = prices.costs, prices.bounds, prices.possible
-        self._width = prices.pipeline.element_bytes
+        self._element_bytes = prices.pipeline.element_bytes
         settings = subject.settings
-        self._settings = settings if c_max is None else replace(settings, c_max_bytes=c_max * self._width)
+        self._settings = settings if c_max is None else replace(settings, c_max_bytes=c_max * self._element_bytes)
         self._search = GroupSearch(self._members, self._costs, self._settings, prices.pipeline)
         default = subject.buffers["bucket_elements"]
         assert default is None or isinstance(default, int)
@@ -137,9 +137,9 @@ class Attempt:
         if not self._by_owner or self._settings.alpha < 1:
             return self._candidate(assignment, limit, exposure)
         members, layout = self._members, self._layout
-        ways = [concentrate_owners(members, self._costs, assignment, layout, limit), assignment]
-        ways = [renumber_owners(members, way, layout, limit) for way in ways]
-        candidates = [self._candidate(way, limit, exposure) for way in ways]
+        balanced = [concentrate_owners(members, self._costs, assignment, layout, limit), assignment]
+        renumbered = [renumber_owners(members, way, layout, limit) for way in balanced]
+        candidates = [self._candidate(way, limit, exposure) for way in renumbered]
         if self._memory_cap is None and self._settings.mode != "shared":
             # A balanced assignment may lose more time to communication than its balance gains.
             natural = self._assign(replace(self._settings, strategy="asc"), self._default_limit, shared=False)
@@ -157,9 +157,9 @@ class Attempt:
         if default is None or not (self._resizes and self._by_owner and exposure.reductions.rings):
             return default
         limits = bucket_limits(default)
-        busy = dict(enumerate(self._bounds))
-        prices = [exposure.estimate(self._outline(limit), self._members, busy) for limit in limits]
-        return limits[_first_fastest(prices)]
+        updates_s = dict(enumerate(self._bounds))
+        estimates_s = [exposure.estimate(self._outline(limit), self._members, updates_s) for limit in limits]
+        return limits[_first_fastest(estimates_s)]
 
     def _outline(self, limit: int) -> list[list[Outline]]:
         """Returns the buckets of every stage if they are closed at `limit` elements. Of the experts, only
@@ -186,7 +186,7 @@ class Attempt:
             return hosted
         balanced = self._assign(self._settings, limit, shared=True)
         best = self._search.choose_shared(hosted, balanced, self._possible, self._memory_cap)
-        if not best.shares:
+        if not best.shared_costs:
             return best
         # The buckets of the two assignments hardly differ.
         chunks = exposure.chunks(self._alternatives(hosted, limit, exposure)[0], self._members)
@@ -211,8 +211,8 @@ class Attempt:
                 settings,
                 self._memory_cap if settings.strategy != "asc" else None,
                 bucket_elements=limit,
-                bytes_per_element=self._width,
-                shares=self._possible if shared else HOSTED,
+                bytes_per_element=self._element_bytes,
+                shared_costs=self._possible if shared else HOSTED,
             )
         return self._assignments[key]
 
@@ -220,24 +220,25 @@ class Attempt:
         """Returns True if some stage's busiest rank takes longer than `SHARING_GAIN` times the lower
         bound."""
         layout = self._layout
-        busiest = (
+        busiest_s = (
             max(assignment.loads(self._members, self._costs, stage, layout.owners, layout.tp))
             for stage in range(layout.pp)
         )
-        return any(busy > SHARING_GAIN * bound for busy, bound in zip(busiest, self._bounds, strict=True))
+        return any(busy_s > SHARING_GAIN * bound for busy_s, bound in zip(busiest_s, self._bounds, strict=True))
 
     def _candidate(self, assignment: Assignment, limit: int | None, exposure: Exposure) -> Candidate:
         """Completes an assignment with buckets, which are reduced and gathered in the ways that add the
         fewest seconds to an iteration."""
-        ways, members = self._alternatives(assignment, limit, exposure), self._members
-        busy = self._search.slowest_owner_seconds(assignment)
-        chunks = [exposure.chunks(way, members) for way in ways]
-        reducing_s = [exposure.reduction_seconds(alternative) for alternative in chunks]
-        gathering_s = [exposure.gathering_seconds(alternative, busy) for alternative in chunks]
-        reduced, gathered = _first_fastest(reducing_s), _first_fastest(gathering_s)
+        alternatives = self._alternatives(assignment, limit, exposure)
+        updates_s = self._search.slowest_owner_seconds(assignment)
+        chunks = [exposure.chunks(alternative, self._members) for alternative in alternatives]
+        reducing_s = [exposure.reduction_seconds(chunks_of_stages) for chunks_of_stages in chunks]
+        gathering_s = [exposure.gathering_seconds(chunks_of_stages, updates_s) for chunks_of_stages in chunks]
+        reduced = _first_fastest(reducing_s)
+        gathered = _first_fastest(gathering_s)
         chosen = tuple(
-            replace(bucket, gathering=other.gathering)
-            for bucket, other in zip(ways[reduced], ways[gathered], strict=True)
+            replace(reduced_bucket, gathering=gathered_bucket.gathering)
+            for reduced_bucket, gathered_bucket in zip(alternatives[reduced], alternatives[gathered], strict=True)
         )
         seconds = rounded(reducing_s[reduced] + gathering_s[gathered])
         return Candidate(assignment=assignment, limit=limit, buckets=chosen, seconds=seconds)

@@ -3,11 +3,11 @@
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
 from canzona_cli.config.schema import Mesh
-from canzona_cli.costs.sharing import HOSTED, Share
+from canzona_cli.costs.sharing import HOSTED, SharedCosts
 from canzona_cli.model.matrices import Matrix
 
 RESOLUTION = 1e-6
@@ -18,11 +18,11 @@ _FINEST = 24
 """The number of functions u_k that `_mass` tries: k < 24."""
 _BISECTIONS = 30
 _KINDS = 24
-"""The largest number of distinct costs over which `_mass` sums its functions, see `_coarse`."""
+"""The largest number of distinct costs over which `_mass` sums its functions, see `_coarsen`."""
 
 
 def stage_bound(
-    matrices: Sequence[Matrix], costs: Sequence[float], stage: int, mesh: Mesh, shares: Mapping[int, Share] = HOSTED
+    matrices: Sequence[Matrix], costs: Sequence[float], stage: int, mesh: Mesh, shared_costs: SharedCosts = HOSTED
 ) -> float:
     """Returns a lower bound, in seconds, on the update time of a stage's slowest cell: the largest of
     `lower_bound`, the bound for packing an expert-parallel rank's experts into the cells that store them, and
@@ -35,13 +35,13 @@ def stage_bound(
         if matrix.expert_rank is not None:
             experts.setdefault(matrix.expert_rank, []).append(cost)
         else:
-            share = shares.get(matrix.index)
-            others.append(cost if share is None else min(cost, share.each))
-    alone = {tuple(sorted(members)) for members in experts.values()}
+            shared_cost = shared_costs.get(matrix.index)
+            others.append(cost if shared_cost is None else min(cost, shared_cost.each))
+    distinct = {tuple(sorted(members)) for members in experts.values()}
     return max(
-        lower_bound(matrices, costs, stage, mesh.owners, mesh.tp, shares),
-        *(packing_bound(members, mesh.expert_owners) for members in alone),
-        *(bound_with_experts(others, members, mesh) for members in alone),
+        lower_bound(matrices, costs, stage, mesh.owners, mesh.tp, shared_costs),
+        *(packing_bound(members, mesh.expert_owners) for members in distinct),
+        *(bound_with_experts(others, members, mesh) for members in distinct),
         0.0,
     )
 
@@ -60,9 +60,10 @@ def bound_with_experts(others: Sequence[float], experts: Sequence[float], mesh: 
         others: the costs of the other matrices of the stage.
         experts: the costs of an expert-parallel rank's experts.
     """
-    cells, least, best = mesh.expert_owners, min(experts), 0.0
+    cells, least = mesh.expert_owners, min(experts)
+    best = 0.0
     for cost, number in _costliest_first(others):
-        held = -(-number // mesh.ep)
+        held = -(-number // mesh.ep)  # rounded up
         if held > cells:
             break
 
@@ -115,12 +116,7 @@ def _most_room(height: float, cells: int, others: int, cost: float, expert: floa
 
 
 def lower_bound(
-    matrices: Sequence[Matrix],
-    costs: Sequence[float],
-    stage: int,
-    dp: int,
-    tp: int,
-    shares: Mapping[int, Share] = HOSTED,
+    matrices: Sequence[Matrix], costs: Sequence[float], stage: int, dp: int, tp: int, shared_costs: SharedCosts = HOSTED
 ) -> float:
     """Returns a lower bound, in seconds, on the update time of the slowest cell in a stage's dp x tp grid.
 
@@ -135,17 +131,17 @@ def lower_bound(
     With tp = 1, a cell is an owner, and relaxation 2 is the exact problem. `packing_bound` bounds each
     relaxation.
 
-    A matrix that may be shared (in `shares`) counts with the cost of its cheaper mode: in relaxations 1 and
-    3, the hosted update or one rank's part of the shared update; in relaxation 2, the hosted update or all
-    ranks' parts.
+    A matrix that may be shared (in `shared_costs`) counts with the cost of its cheaper mode: in relaxations 1
+    and 3, the hosted update or one rank's part of the shared update; in relaxation 2, the hosted update or
+    all ranks' parts.
     """
     on_one_cell: dict[int, list[float]] = defaultdict(list)  # by unit, the seconds of each matrix on one cell
     on_all_cells: dict[int, float] = defaultdict(float)  # by unit, the seconds of its matrices on all the owner's cells
     for matrix, cost in zip(matrices, costs, strict=True):
         if matrix.stage == stage:
-            share = shares.get(matrix.index)
-            on_one_cell[matrix.unit].append(cost if share is None else min(cost, share.each))
-            on_all_cells[matrix.unit] += cost if share is None else min(cost, tp * share.each)
+            shared_cost = shared_costs.get(matrix.index)
+            on_one_cell[matrix.unit].append(cost if shared_cost is None else min(cost, shared_cost.each))
+            on_all_cells[matrix.unit] += cost if shared_cost is None else min(cost, tp * shared_cost.each)
     if not on_one_cell:
         return 0.0
     every_matrix = [cost for members in on_one_cell.values() for cost in members]
@@ -178,7 +174,7 @@ def packing_bound(costs: Sequence[float], bins: int) -> float:
 def _packing_bound(costs: tuple[float, ...], bins: int) -> float:
     """Computes `packing_bound` of sorted costs. The results are cached, because stages and strategies of a
     run often have matrices of the same costs."""
-    counts = _coarse(sorted(Counter(costs).items()))
+    counts = _coarsen(sorted(Counter(costs).items()))
 
     def is_too_low(height: float) -> bool:
         return any(mass > bins * (1 + _TINY) for mass in _mass(counts, height))
@@ -197,7 +193,7 @@ def simple_bound(costs: Sequence[float], bins: int) -> float:
     return bound
 
 
-def _coarse(counts: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
+def _coarsen(counts: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
     """Reduces ascending (cost, number of items) pairs to at most `_KINDS`. The lowest of several neighbouring
     costs replaces the others, which can only lower the optimum."""
     width = -(-len(counts) // _KINDS)

@@ -76,7 +76,7 @@ def stage_parameters(matrices: Sequence[Matrix], stage: int, tp: int) -> list[Pa
                 Part(
                     unit=unit,
                     matrices=tuple(matrix.index for matrix in members),
-                    elements=_on_one_rank(members, tp),
+                    elements=_elements_on_rank(members, tp),
                 )
                 for unit, members in units.items()
             ),
@@ -85,7 +85,7 @@ def stage_parameters(matrices: Sequence[Matrix], stage: int, tp: int) -> list[Pa
     ]
 
 
-def _on_one_rank(members: Sequence[Matrix], tp: int) -> int:
+def _elements_on_rank(members: Sequence[Matrix], tp: int) -> int:
     """Counts the elements of a unit that one TP rank stores. A matrix of a single head is stored whole on
     one rank, and all ranks store equally many of them."""
     heads = sum(matrix.elements for matrix in members if matrix.home is not None)
@@ -235,7 +235,7 @@ def buckets(
     """
     made: list[Bucket] = []
     by_owner = settings.layout == "owner" and settings.strategy == "canzona"
-    numbers = Counter[int]()
+    bucket_counts = Counter[int]()
     for pool in pools(matrices) if chosen_pools is None else chosen_pools:
         for bucket in pool_buckets(matrices, pool, layout, bucket_elements):
             owned = [
@@ -245,8 +245,8 @@ def buckets(
             order = _order_by_owner(owned) if by_owner else owned
             starts, end = _place_consecutively([item.parameter for item in order])
             elements = bucket_end(end, layout.reducers(pool.expert_rank))
-            made.append(_fill_bucket(zip(starts, order, strict=True), elements, pool, numbers[pool.stage]))
-            numbers[pool.stage] += 1
+            made.append(_fill_bucket(zip(starts, order, strict=True), elements, pool, bucket_counts[pool.stage]))
+            bucket_counts[pool.stage] += 1
     return tuple(made)
 
 
@@ -263,11 +263,11 @@ class _Owned(NamedTuple):
     owners: tuple[int, ...]
 
     @property
-    def first(self) -> int:
+    def first_owner(self) -> int:
         return self.owners[0]
 
     @property
-    def last(self) -> int:
+    def last_owner(self) -> int:
         return self.owners[-1]
 
 
@@ -293,22 +293,24 @@ def _order_by_owner(owned: Sequence[_Owned]) -> list[_Owned]:
     single: dict[int, list[_Owned]] = {}  # by owner, the parameters that have no other owner
     loose: list[_Owned] = []
     for item in owned:
-        single.setdefault(item.first, []), single.setdefault(item.last, [])
+        first, last = item.first_owner, item.last_owner
+        single.setdefault(first, [])
+        single.setdefault(last, [])
         if len(set(item.owners)) == 1:
-            single[item.first].append(item)
-        elif item.first not in after and item.last not in before and head(item.first) != head(item.last):
-            after[item.first] = before[item.last] = item
-            chain[head(item.last)] = head(item.first)
+            single[first].append(item)
+        elif first not in after and last not in before and head(first) != head(last):
+            after[first] = before[last] = item
+            chain[head(last)] = head(first)
         else:
             loose.append(item)
     tail: list[_Owned] = []
     at_end: dict[int, list[_Owned]] = {}
     at_start: dict[int, list[_Owned]] = {}
     for item in loose:
-        if item.first not in after and item.first not in at_end:
-            at_end[item.first] = [item]
-        elif item.last not in before and item.last not in at_start:
-            at_start[item.last] = [item]
+        if item.first_owner not in after and item.first_owner not in at_end:
+            at_end[item.first_owner] = [item]
+        elif item.last_owner not in before and item.last_owner not in at_start:
+            at_start[item.last_owner] = [item]
         else:
             tail.append(item)
     order: list[_Owned] = []
@@ -316,11 +318,11 @@ def _order_by_owner(owned: Sequence[_Owned]) -> list[_Owned]:
         owner: int | None = start
         while owner is not None:
             order += [*at_start.get(owner, []), *single[owner], *at_end.get(owner, [])]
-            crossing = after.get(owner)
+            link = after.get(owner)
             owner = None
-            if crossing is not None:
-                order.append(crossing)
-                owner = crossing.last
+            if link is not None:
+                order.append(link)
+                owner = link.last_owner
     return order + tail
 
 
@@ -361,21 +363,21 @@ def _fill_bucket(placed: Iterable[tuple[int, _Owned]], elements: int, pool: Pool
     )
 
 
-def even_bucket(held: Sequence[Sequence[Parameter]], pool: Pool, index: int) -> Bucket:
+def even_bucket(by_owner: Sequence[Sequence[Parameter]], pool: Pool, index: int) -> Bucket:
     """Returns a bucket of Megatron's layer-wise optimizer, with one shard for each owner. Shards are padded
     to the length of the fullest, so the ring that reduces or gathers the bucket needs no second transfer.
 
     Args:
-        held: the parameters of each owner.
+        by_owner: the parameters of each owner.
     """
-    positions = [_place_consecutively(parameters) for parameters in held]
-    shard = shard_elements(max(end for _, end in positions), len(held))
+    positions = [_place_consecutively(parameters) for parameters in by_owner]
+    shard = shard_elements(max(end for _, end in positions), len(by_owner))
     placed = (
         (owner * shard + start, _Owned(parameter, (owner,) * len(parameter.parts)))
-        for owner, (parameters, (starts, _)) in enumerate(zip(held, positions, strict=True))
+        for owner, (parameters, (starts, _)) in enumerate(zip(by_owner, positions, strict=True))
         for parameter, start in zip(parameters, starts, strict=True)
     )
-    return replace(_fill_bucket(placed, shard * len(held), pool, index), reduction="ring", gathering="ring")
+    return replace(_fill_bucket(placed, shard * len(by_owner), pool, index), reduction="ring", gathering="ring")
 
 
 def _extend(
@@ -388,9 +390,9 @@ def _extend(
         ranges: (start, end, owner, matrices) of each range.
     """
     if ranges:
-        first, last, held_by, held = ranges[-1]
-        if held_by == owner and start in (last, align(last)):
-            ranges[-1] = first, end, owner, held
-            held.extend(matrices)
+        last_start, last_end, last_owner, last_matrices = ranges[-1]
+        if last_owner == owner and start in (last_end, align(last_end)):
+            ranges[-1] = last_start, end, owner, last_matrices
+            last_matrices.extend(matrices)
             return
     ranges.append((start, end, owner, [*matrices]))

@@ -35,7 +35,7 @@ class Chunk:
     """A bucket with its two transfers."""
 
     module: int
-    """The number, within the stage, of the module that completes the bucket's gradients in the backward pass
+    """The index, within the stage, of the module that completes the bucket's gradients in the backward pass
     and is the first to need its parameters in the forward pass."""
     reduce: Transfer
     gather: Transfer
@@ -59,26 +59,27 @@ class GatheringOrder:
     """The chunks gathered after the updates."""
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], others: int, places: Sequence[range]) -> "GatheringOrder":
+    def of(cls, chunks: Sequence[Chunk], adamw_count: int, places: Sequence[range]) -> "GatheringOrder":
         """Returns the order in which the engine gathers a stage's chunks
         (`megatron.owner_bucket_group.gathering_order`).
 
         Args:
             chunks: the chunks of AdamW's parameters, followed by the chunks of matrices.
-            others: the number of chunks of AdamW's parameters.
+            adamw_count: the number of chunks of AdamW's parameters.
             places: the places of the modules of each model chunk (`StageTime.places`).
         """
-        first, *later = (
-            [number for number in reversed(range(len(chunks))) if chunks[number].module in of_chunk]
-            for of_chunk in places
-        )
-        return cls(
-            overlapped=[number for number in first if number < others],
-            afterwards=[
-                *(number for number in first if number >= others),
-                *(number for of_chunk in later for number in sorted(of_chunk, key=lambda number: number >= others)),
-            ],
-        )
+        overlapped: list[int] = []
+        afterwards: list[int] = []
+        for model_chunk, modules in enumerate(places):
+            indices = [index for index in reversed(range(len(chunks))) if chunks[index].module in modules]
+            adamw = [index for index in indices if index < adamw_count]
+            matrices = [index for index in indices if index >= adamw_count]
+            if model_chunk == 0:
+                overlapped = adamw
+            else:
+                afterwards += adamw
+            afterwards += matrices
+        return cls(overlapped=overlapped, afterwards=afterwards)
 
     @property
     def early(self) -> list[int]:
@@ -93,15 +94,16 @@ def seconds_after_reduction(config: RunConfig, layout: Layout, stage: int) -> fl
     gradients are summed over the first and the last stage.
     """
     model, cluster = config.model, config.cluster
-    links, grad = Links(cluster=cluster), config.train.gradient_bytes
+    links, gradient_bytes = Links(cluster=cluster), config.train.gradient_bytes
     total = 0.0
     if layout.sequence_parallel and layout.tp > 1:
-        size = stage_layers(model.num_layers, layout, stage) * replicated_parameters(model) * grad
+        size = stage_layers(model.num_layers, layout, stage) * replicated_parameters(model) * gradient_bytes
         total += links.all_reduce(size, Groups.of(layout, cluster).tp).seconds
     if model.tied_embeddings and layout.pp > 1 and stage in (0, layout.pp - 1):
-        apart = layout.owners * layout.tp * (layout.pp - 1)
-        ends = strided_group(apart, 2, layout.world_size, cluster.gpus_per_node)
-        total += links.all_reduce(model.vocab_size * model.hidden_size // layout.tp * grad, ends).seconds
+        stride = layout.owners * layout.tp * (layout.pp - 1)
+        both_ends = strided_group(stride, 2, layout.world_size, cluster.gpus_per_node)
+        embedding_bytes = model.vocab_size * model.hidden_size // layout.tp * gradient_bytes
+        total += links.all_reduce(embedding_bytes, both_ends).seconds
     return total
 
 
@@ -111,18 +113,18 @@ class ChunkBuilder:
     def __init__(
         self, config: RunConfig, layout: Layout, stage: int, time: StageTime, reductions: ReductionModel
     ) -> None:
-        self._config, self._layout, self._stage, self._places = config, layout, stage, time.places
-        modules = self._modules = time.modules
+        self._config, self._layout, self._stage = config, layout, stage
+        self._modules, self._places = time.modules, time.places
         self._links, self._groups = Links(cluster=config.cluster), Groups.of(layout, config.cluster)
-        self._width, self._grad = config.train.weight_bytes, config.train.gradient_bytes
+        self._weight_bytes, self._gradient_bytes = config.train.weight_bytes, config.train.gradient_bytes
         self._limit = bucket_elements(config, layout) if stage == 0 else None
         self._reductions = reductions
         layer = family_of(config.model).modules(config.model)
         self._part_of = {kind: work.part for work in layer for kind in work.weight.kinds}
         # A user's shapes may have other kinds of matrices. They are assumed to be in the part whose gradients
         # are ready last and whose weights are needed first, so that no step is predicted too short.
-        self._first = layer[0].part
-        self._number = {(module.part, module.layer): number for number, module in enumerate(modules)}
+        self._default_part = layer[0].part
+        self._module_index = {(module.part, module.layer): index for index, module in enumerate(self._modules)}
 
     def everything(self, *, sharded: bool) -> list[Chunk]:
         """Builds the chunks of a stage whose matrices have no owners: those of the buffer with all
@@ -132,15 +134,15 @@ class ChunkBuilder:
             sharded: True for AdamW's `DistributedOptimizer`; False for `sc`, which all-reduces gradients and
                 gathers nothing.
         """
-        data, modules = self._groups.data, self._modules
+        data = self._groups.data
         chunks = [self._even(*cut, data, sharded=sharded) for cut in self._cut(self._parameters(layers=True))]
         if self._layout.ep == 1:
             return chunks
-        experts = [(module.weights, number) for number, module in enumerate(modules) if module.dispatched]
+        experts = [(module.weights, index) for index, module in enumerate(self._modules) if module.dispatched]
         of_experts = (self._even(*cut, self._groups.experts, sharded=sharded) for cut in self._cut(experts))
         return [*chunks, *(replace(chunk, stream="experts") for chunk in of_experts)]
 
-    def others(self, *, planned: bool) -> list[Chunk]:
+    def adamw(self, *, planned: bool) -> list[Chunk]:
         """Builds the chunks of the parameters that AdamW updates: embedding, norms, routers and output layer.
 
         Args:
@@ -168,12 +170,13 @@ class ChunkBuilder:
             yield Chunk(module=module, reduce=reduced, gather=gathered, stream=stream)
 
     def _even(self, elements: int, module: int, group: Group, *, sharded: bool) -> Chunk:
+        size = elements * self._gradient_bytes
         if not sharded:
-            return Chunk(module=module, reduce=self._links.all_reduce(elements * self._grad, group), gather=Transfer())
+            return Chunk(module=module, reduce=self._links.all_reduce(size, group), gather=Transfer())
         return Chunk(
             module=module,
-            reduce=self._links.reduce_scatter(elements * self._grad, group),
-            gather=self._links.all_gather(elements * self._width, group),
+            reduce=self._links.reduce_scatter(size, group),
+            gather=self._links.all_gather(elements * self._weight_bytes, group),
         )
 
     def _parameters(self, *, layers: bool) -> list[tuple[int, int]]:
@@ -212,17 +215,18 @@ class ChunkBuilder:
         """
         ranges: list[tuple[int, int]] = []
         for places in reversed(self._places):
-            filled, first = 0, places.stop
+            elements, first_module = 0, places.stop
             for size, module in reversed(parameters):
                 if module in places:
-                    filled, first = filled + size, min(first, module)
-                if self._limit is not None and filled >= self._limit:
-                    ranges.append((filled, first))
-                    filled, first = 0, places.stop
-            if filled:
-                ranges.append((filled, first))
+                    elements, first_module = elements + size, min(first_module, module)
+                if self._limit is not None and elements >= self._limit:
+                    ranges.append((elements, first_module))
+                    elements, first_module = 0, places.stop
+            if elements:
+                ranges.append((elements, first_module))
         return ranges
 
     def first_module(self, matrices: Iterable[Matrix]) -> int:
         """Returns the `Chunk.module` of a bucket of these matrices."""
-        return min(self._number[self._part_of.get(matrix.kind, self._first), matrix.layer] for matrix in matrices)
+        parts = ((self._part_of.get(matrix.kind, self._default_part), matrix.layer) for matrix in matrices)
+        return min(self._module_index[part] for part in parts)

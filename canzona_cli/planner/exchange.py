@@ -60,19 +60,22 @@ def group_traffic(matrices: Sequence[Matrix], hosts: Sequence[int], tp: int) -> 
     Args:
         hosts: the host (TP rank) of each matrix.
     """
-    out, back, flags = [0] * tp, [0] * tp, [0] * tp
+    # By host: the elements of gradients that every other rank sends to it, the elements of weights that it sends
+    # to every other rank, and its flags.
+    gradients, weights, flags = [0] * tp, [0] * tp, [0] * tp
     homes: list[tuple[int, int, int]] = []
     for matrix, host in zip(matrices, hosts, strict=True):
         flags[host] += 1
         elements = matrix.held_elements(tp)
         if matrix.home is None:
-            back[host] += elements
-            out[host] += 0 if matrix.replicated else elements
+            weights[host] += elements
+            if not matrix.replicated:
+                gradients[host] += elements
         elif matrix.home != host:
             homes.append((host, matrix.home, elements))
-    if homes or any(back):
-        back = [elements + flag for elements, flag in zip(back, flags, strict=True)]
-    return GroupTraffic(gradients=_from_hosts(out, homes).reversed(), weights=_from_hosts(back, homes))
+    if homes or any(weights):
+        weights = [elements + flag for elements, flag in zip(weights, flags, strict=True)]
+    return GroupTraffic(gradients=_from_hosts(gradients, homes).reversed(), weights=_from_hosts(weights, homes))
 
 
 def _from_hosts(to_each: Sequence[int], homes: Iterable[tuple[int, int, int]]) -> Traffic:
@@ -82,8 +85,10 @@ def _from_hosts(to_each: Sequence[int], homes: Iterable[tuple[int, int, int]]) -
     The function computes sums instead of single messages, because grouping `auto` compares hundreds of
     candidate groups.
     """
-    total, others = sum(to_each), len(to_each) - 1
-    sent, received = [others * mine for mine in to_each], [total - mine for mine in to_each]
+    total = sum(to_each)
+    peers = len(to_each) - 1
+    sent = [peers * elements for elements in to_each]
+    received = [total - elements for elements in to_each]
     for host, home, elements in homes:
         sent[host] += elements
         received[home] += elements

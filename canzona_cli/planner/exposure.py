@@ -69,59 +69,56 @@ class Exposure:
             slowed_s += slowed_here_s
         return added_s
 
-    def gathering_seconds(self, chunks: Sequence[Sequence[Chunk]], busy: Mapping[int, float]) -> float:
+    def gathering_seconds(self, chunks: Sequence[Sequence[Chunk]], updates_s: Mapping[int, float]) -> float:
         """Returns the seconds that updates and gatherings add to the iteration.
 
         Args:
-            busy: the update seconds of each stage's slowest owner.
+            updates_s: the update seconds of each stage's slowest owner.
         """
         added_s = late_s = 0.0
         for stage, (clock, of_stage) in enumerate(zip(self.stages, chunks, strict=True)):
-            busy_s = busy.get(stage, 0.0)
+            update_s = updates_s.get(stage, 0.0)
             if self._overlap_gather:
                 # `late_s` delays the input of the next stage.
-                delay_s, late_s = clock.gathering_seconds(of_stage, busy_s, late_s)
+                delay_s, late_s = clock.gathering_seconds(of_stage, update_s, late_s)
             else:
-                delay_s = busy_s + sum(chunk.gather.seconds for chunk in of_stage)
+                delay_s = update_s + sum(chunk.gather.seconds for chunk in of_stage)
             added_s = max(added_s, delay_s)
         return added_s
 
     def estimate(
-        self,
-        outlines: Sequence[Sequence[Outline]],
-        matrices: Sequence[Matrix],
-        busy: Mapping[int, float],
+        self, outlines: Sequence[Sequence[Outline]], matrices: Sequence[Matrix], updates_s: Mapping[int, float]
     ) -> float:
         """Estimates the seconds that a plan adds to the iteration, before its owners are known.
 
         Args:
             outlines: the buckets of each stage.
-            busy: the update seconds of each stage.
+            updates_s: the update seconds of each stage.
         """
         chunks = [
             clock.outline_chunks(of_stage, matrices) for clock, of_stage in zip(self.stages, outlines, strict=True)
         ]
-        return self.reduction_seconds(chunks) + self.gathering_seconds(chunks, busy)
+        return self.reduction_seconds(chunks) + self.gathering_seconds(chunks, updates_s)
 
 
 class _StageClock:
     """The estimator of the waits of one rank of a stage."""
 
     def __init__(self, config: RunConfig, layout: Layout, stage: int, reductions: ReductionModel) -> None:
-        self._stage, self._stages = stage, layout.pp
-        self._units, self._reductions = units_taken(config, layout), reductions
+        self._stage, self._pp, self._reductions = stage, layout.pp, reductions
+        self._units = units_taken(config, layout)
         self.time: StageTime = stage_time(config, layout, stage)
         self._zero_s = zeroing_seconds(config, layout, stage)
         self._hop_s = self.time.hop.seconds
-        self._buffers = ChunkBuilder(config, layout, stage, self.time, reductions)
+        self._builder = ChunkBuilder(config, layout, stage, self.time, reductions)
 
     @cached_property
-    def _others(self) -> list[Chunk]:
-        return self._buffers.others(planned=True)
+    def _adamw(self) -> list[Chunk]:
+        return self._builder.adamw(planned=True)
 
     def chunks(self, buckets: Sequence[Bucket], matrices: Sequence[Matrix]) -> list[Chunk]:
         """Returns the chunks of AdamW's parameters, followed by the chunks of the plan's buckets."""
-        return [*self._others, *self._buffers.matrices(buckets, matrices)]
+        return [*self._adamw, *self._builder.matrices(buckets, matrices)]
 
     def outline_chunks(self, outlines: Sequence[Outline], matrices: Sequence[Matrix]) -> list[Chunk]:
         """Returns the chunks of AdamW's parameters, followed by estimated chunks of matrices
@@ -132,10 +129,10 @@ class _StageClock:
                 self._reductions.estimate(bucket.elements, bucket.largest, kind, experts=bucket.experts)
                 for kind in ("reduce_scatter", "all_gather")
             )
-            module = self._buffers.first_module(matrices[index] for index in bucket.matrices)
+            module = self._builder.first_module(matrices[index] for index in bucket.matrices)
             stream: Stream = "experts" if bucket.experts else "data"
             chunks[stream].append(Chunk(module=module, reduce=reduced, gather=gathered, stream=stream))
-        return [*self._others, *merge_streams(chunks.values())]
+        return [*self._adamw, *merge_streams(chunks.values())]
 
     def reduction_seconds(self, chunks: Sequence[Chunk]) -> tuple[float, float]:
         """Simulates the last backward pass and the reductions of its gradients.
@@ -148,80 +145,81 @@ class _StageClock:
         chunks_of_module: dict[int, list[Chunk]] = {}
         for chunk in chunks:
             chunks_of_module.setdefault(chunk.module, []).append(chunk)
-        work, ends = _Pass(chunk.reduce for chunk in chunks), []
+        backward = _Pass(chunk.reduce for chunk in chunks)
+        arrivals: list[int] = []
         for position, places in enumerate(reversed(self.time.places)):
             if position:
                 # Before the last micro-batch, the other pp - 1 of its group of pp pass through this model
                 # chunk, and its gradient travels once around the pipeline.
-                work.compute((self._stages - 1) * self._pass_s(places, 1) + self._stages * self._hop_s)
-            work.compute(self.time.pass_s)
+                backward.compute((self._pp - 1) * self._pass_s(places, 1) + self._pp * self._hop_s)
+            backward.compute(self.time.pass_s)
             for place in reversed(places):
                 module = self.time.modules[place]
-                work.compute(module.backward_s + module.again_s, module.moves[1])
-                ends += [
-                    work.transfer(chunk.reduce, chunk.stream, [work.now()]) for chunk in chunks_of_module.get(place, ())
-                ]
-        last = work.now()
-        ran = work.run(self._units)
-        end_s = max(ran[number].end for number in (last, *ends))
+                backward.compute(module.backward_s + module.again_s, module.moves[1])
+                for chunk in chunks_of_module.get(place, ()):
+                    arrivals.append(backward.transfer(chunk.reduce, chunk.stream, [backward.now()]))
+        last_module = backward.now()
+        times = backward.run(self._units)
+        end_s = max(times[task].end for task in (last_module, *arrivals))
         earlier_s = self._stage * (self._hop_s + self._pass_s(self.time.places[0], 1))
-        late_s, slowed_s = end_s - work.computed_s - earlier_s, ran[last].end - work.computed_s
+        late_s, slowed_s = end_s - backward.computed_s - earlier_s, times[last_module].end - backward.computed_s
         return late_s, slowed_s
 
-    def gathering_seconds(self, chunks: Sequence[Chunk], busy_s: float, late_s: float) -> tuple[float, float]:
+    def gathering_seconds(self, chunks: Sequence[Chunk], update_s: float, input_late_s: float) -> tuple[float, float]:
         """Simulates the updates, and the gatherings up to the end of the first forward pass.
 
         Args:
-            busy_s: the update seconds of the stage's slowest owner.
-            late_s: the second value that this method returned for the previous stage.
+            update_s: the update seconds of the stage's slowest owner.
+            input_late_s: the second value that this method returned for the previous stage.
 
         Returns:
             The seconds that updates and gatherings add to the pass through all model chunks, and to the pass
             through the first model chunk.
         """
-        order = GatheringOrder.of(chunks, len(self._others), self.time.places)
-        work = _Pass(chunk.gather for chunk in chunks)
-        follows = dict(zip(order.afterwards, order.afterwards[GATHERED_AHEAD:], strict=False))
+        order = GatheringOrder.of(chunks, len(self._adamw), self.time.places)
+        forward = _Pass(chunk.gather for chunk in chunks)
+        next_gathered = dict(zip(order.afterwards, order.afterwards[GATHERED_AHEAD:], strict=False))
         tasks: dict[int, int] = {}
 
-        def gather(number: int, after: Sequence[int]) -> None:
-            if number not in tasks:
-                tasks[number] = work.transfer(chunks[number].gather, chunks[number].stream, after)
+        def gather(index: int, after: Sequence[int]) -> None:
+            if index not in tasks:
+                tasks[index] = forward.transfer(chunks[index].gather, chunks[index].stream, after)
 
-        updated = work.timeline.add("update", "update", seconds=busy_s)
-        for number in order.overlapped:
-            gather(number, ())
-        for number in order.afterwards[:GATHERED_AHEAD]:
-            gather(number, [updated])
-        needed: dict[int, list[int]] = {}
-        for number, chunk in enumerate(chunks):
-            needed.setdefault(chunk.module, []).insert(0, number)
+        updated = forward.timeline.add("update", "update", seconds=update_s)
+        for index in order.overlapped:
+            gather(index, ())
+        for index in order.afterwards[:GATHERED_AHEAD]:
+            gather(index, [updated])
+        chunks_of_module: dict[int, list[int]] = {}
+        for index, chunk in reversed(list(enumerate(chunks))):
+            chunks_of_module.setdefault(chunk.module, []).append(index)
         earlier_s = self._stage * (self._hop_s + self._pass_s(self.time.places[0], 0))
-        work.wait([updated])
-        work.compute(self._zero_s)
+        forward.wait([updated])
+        forward.compute(self._zero_s)
         if self._stage:
-            work.wait([work.timeline.add("pipeline", "pipeline", seconds=self._zero_s + earlier_s + late_s)])
+            input_s = self._zero_s + earlier_s + input_late_s
+            forward.wait([forward.timeline.add("pipeline", "pipeline", seconds=input_s)])
         ends = []
         for model_chunk, places in enumerate(self.time.places):
             if model_chunk:
                 # The input of the model chunk has passed through the other stages.
-                before = self.time.places[model_chunk - 1]
-                work.compute((self._stages - 1) * self._pass_s(before, 0) + self._stages * self._hop_s)
-            work.compute(self.time.pass_s)
+                earlier_chunk = self.time.places[model_chunk - 1]
+                forward.compute((self._pp - 1) * self._pass_s(earlier_chunk, 0) + self._pp * self._hop_s)
+            forward.compute(self.time.pass_s)
             for place in places:
                 module, awaited = self.time.modules[place], list[int]()
-                for number in needed.get(place, ()):
-                    gather(number, [work.now(), *awaited])
-                    awaited.append(tasks[number])
-                    if number in follows:
-                        gather(follows[number], [work.now(), *awaited])
+                for index in chunks_of_module.get(place, ()):
+                    gather(index, [forward.now(), *awaited])
+                    awaited.append(tasks[index])
+                    if index in next_gathered:
+                        gather(next_gathered[index], [forward.now(), *awaited])
                 if awaited:
-                    work.wait(awaited)
-                work.compute(module.forward_s, module.moves[0])
-            ends.append((work.now(), work.computed_s))
-        ran = work.run(self._units)
-        late = [ran[number].end - computed_s - earlier_s for number, computed_s in ends]
-        return late[-1], late[0]
+                    forward.wait(awaited)
+                forward.compute(module.forward_s, module.moves[0])
+            ends.append((forward.now(), forward.computed_s))
+        times = forward.run(self._units)
+        late_s = [times[task].end - computed_s - earlier_s for task, computed_s in ends]
+        return late_s[-1], late_s[0]
 
     def _pass_s(self, places: range, direction: Literal[0, 1]) -> float:
         """Returns the seconds of the forward (0) or backward (1) pass through the model chunk at `places`."""
@@ -235,28 +233,31 @@ class _Pass:
         self.timeline, self.computed_s = Timeline(), 0.0
         self._links = {transfer.link for transfer in transfers if not transfer.cores}
         """The links that the pass shares with transfers."""
-        self._last, self._seconds = self.timeline.add("compute", "compute"), 0.0
-        self._after: list[int] = []
+        self._last_task = self.timeline.add("compute", "compute")
+        self._pending_s = 0.0
+        """The seconds of computation that have not been added to the timeline yet."""
+        self._awaited: list[int] = []
+        """The tasks that the pending computation waits for."""
 
     def compute(self, seconds: float, moves: Transfer = Transfer()) -> None:
         """Adds computation, followed by the pass's collectives `moves`."""
         self.computed_s += seconds + moves.seconds
-        self._seconds += seconds + moves.latency_s
+        self._pending_s += seconds + moves.latency_s
         if moves.link_s and moves.link in self._links:
             self._flush(moves)
         else:
-            self._seconds += moves.link_s
+            self._pending_s += moves.link_s
 
     def wait(self, tasks: Iterable[int]) -> None:
         """Makes computation that is added later wait for tasks."""
         self.now()
-        self._after.extend(tasks)
+        self._awaited.extend(tasks)
 
     def now(self) -> int:
         """Returns the task at whose end all computation added so far is done."""
-        if self._seconds or self._after:
+        if self._pending_s or self._awaited:
             self._flush(Transfer())
-        return self._last
+        return self._last_task
 
     def transfer(self, transfer: Transfer, stream: Stream, after: Sequence[int]) -> int:
         """Adds a transfer; returns the task at whose end it has arrived at all ranks."""
@@ -268,7 +269,7 @@ class _Pass:
         return self.timeline.run_slowed({"compute": STREAMS}, units)
 
     def _flush(self, moves: Transfer) -> None:
-        self._last = self.timeline.add(
-            "compute", "compute", seconds=self._seconds, link=moves.link, link_s=moves.link_s, after=self._after
+        self._last_task = self.timeline.add(
+            "compute", "compute", seconds=self._pending_s, link=moves.link, link_s=moves.link_s, after=self._awaited
         )
-        self._seconds, self._after = 0.0, []
+        self._pending_s, self._awaited = 0.0, []

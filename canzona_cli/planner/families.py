@@ -101,8 +101,8 @@ def _as_steps(values: Sequence[object]) -> dict[str, int] | None:
 
 def _pattern(names: Sequence[str]) -> tuple[str, list[int]]:
     """Returns the pattern that names of a family share, and the number in each name."""
-    parts = [part for part in map(_NUMBERED.fullmatch, names) if part]
-    return f"{parts[0][1]}*{parts[0][3]}", [int(part[2]) for part in parts]
+    matches = [match for match in map(_NUMBERED.fullmatch, names) if match]
+    return f"{matches[0][1]}*{matches[0][3]}", [int(match[2]) for match in matches]
 
 
 def _expand_entry(entry: object) -> Iterator[dict[str, object]]:
@@ -151,8 +151,8 @@ def _shorten_names(names: object) -> list[object]:
 
 def _pattern_of(name: str) -> tuple[str, str] | None:
     """Returns the parts of a name before and after the number of an expert; None without such a number."""
-    part = _NUMBERED.fullmatch(name)
-    return None if part is None else (part[1], part[3])
+    match = _NUMBERED.fullmatch(name)
+    return None if match is None else (match[1], match[3])
 
 
 def _expand_names(bucket: object) -> object:

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from types import MappingProxyType
 
-from canzona_cli.costs.sharing import Share
+from canzona_cli.costs.sharing import SharedCosts
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.packing import HostPacker
@@ -43,7 +43,8 @@ def held_jobs(
     held: dict[tuple[int, int], list[Job]] = {}
     for matrix, cell, cost in zip(matrices, assignment.cells, costs, strict=True):
         if matrix.expert_rank is None:
-            job = Job(matrix=matrix, host=cell.host, seconds=cost, share=assignment.shares.get(matrix.index))
+            shared_cost = assignment.shared_costs.get(matrix.index)
+            job = Job(matrix=matrix, host=cell.host, seconds=cost, shared_cost=shared_cost)
             held.setdefault((matrix.stage, cell.owner), []).append(job)
     return held
 
@@ -61,8 +62,9 @@ def expert_seconds(
     seconds: dict[tuple[int, int], list[float]] = {}
     for (stage, owner, host, cost, elements), count in sorted(counted.items()):
         of_hosts = seconds.setdefault((stage, owner), [0.0] * pipeline.tp)
+        # A host launches the updates of all its experts once.
         of_hosts[host] = (of_hosts[host] or pipeline.begin_s) + count * pipeline.each_alone(cost, elements)
-    return {owner: tuple(of_hosts) for owner, of_hosts in seconds.items()}
+    return {key: tuple(of_hosts) for key, of_hosts in seconds.items()}
 
 
 class GroupSearch:
@@ -77,7 +79,7 @@ class GroupSearch:
         self, matrices: Sequence[Matrix], costs: Sequence[float], settings: PlanSettings, pipeline: HostedPipeline
     ) -> None:
         self._matrices, self._costs, self._settings, self._pipeline = matrices, costs, settings, pipeline
-        self._known: dict[Hashable, tuple[float, list[tuple[int, ...]]]] = {}
+        self._cache: dict[Hashable, tuple[float, list[tuple[int, ...]]]] = {}
 
     def micro_groups(self, assignment: Assignment) -> tuple[MicroGroup, ...]:
         """Returns the micro-groups of every owner in order of execution.
@@ -100,7 +102,7 @@ class GroupSearch:
         )
 
     def slowest_owner_seconds(self, assignment: Assignment) -> dict[int, float]:
-        """Returns the update seconds of each stage's slowest owner, as the planner's `Clock` adds them up."""
+        """Returns the update seconds of each stage's slowest owner, as computed by `pipeline.Clock`."""
         slowest: dict[int, float] = defaultdict(float)
         for stage, _, seconds, _ in self._find_all(assignment):
             slowest[stage] = max(slowest[stage], seconds)
@@ -109,36 +111,35 @@ class GroupSearch:
     def _find_all(self, assignment: Assignment) -> Iterator[tuple[int, int, float, list[Group]]]:
         """Yields each stage and owner, with the owner's update seconds and its groups."""
         jobs = held_jobs(self._matrices, self._costs, assignment)
-        first = expert_seconds(self._matrices, self._costs, assignment, self._pipeline)
-        for stage, owner in sorted(jobs.keys() | first.keys()):
-            seconds, groups = self.find(jobs.get((stage, owner), []), first.get((stage, owner), ()))
+        experts_s = expert_seconds(self._matrices, self._costs, assignment, self._pipeline)
+        for stage, owner in sorted(jobs.keys() | experts_s.keys()):
+            seconds, groups = self.find(jobs.get((stage, owner), []), experts_s.get((stage, owner), ()))
             yield stage, owner, seconds, groups
 
-    def find(self, jobs: Sequence[Job], first: Sequence[float] = ()) -> tuple[float, list[Group]]:
-        """Returns an owner's update seconds, as the planner's `Clock` adds them up, and its groups.
+    def find(self, jobs: Sequence[Job], experts_s: Sequence[float] = ()) -> tuple[float, list[Group]]:
+        """Returns an owner's update seconds, as computed by `pipeline.Clock`, and its groups.
 
         Args:
-            first: the seconds of each host's updates before the groups, see `expert_seconds`.
+            experts_s: the seconds of each host's updates before the groups, see `expert_seconds`.
         """
         key = (
-            tuple(first),
+            tuple(experts_s),
             tuple(
-                (job.host, job.seconds, job.matrix.elements, job.matrix.home, job.matrix.replicated, job.share)
+                (job.host, job.seconds, job.matrix.elements, job.matrix.home, job.matrix.replicated, job.shared_cost)
                 for job in jobs
             ),
         )
-        if key not in self._known:
-            seconds, groups = _find_groups(jobs, self._settings, self._pipeline, first)
-            positions = {job.matrix.index: position for position, job in enumerate(jobs)}
-            self._known[key] = (
-                seconds,
-                [tuple(positions[job.matrix.index] for job in group) for group in groups],
-            )
-        seconds, places = self._known[key]
-        return seconds, [tuple(jobs[place].matrix.index for place in group) for group in places]
+        if key not in self._cache:
+            seconds, groups = _find_groups(jobs, self._settings, self._pipeline, experts_s)
+            # Cached as positions in `jobs`, because owners with equal costs have different matrices.
+            position_of = {job.matrix.index: position for position, job in enumerate(jobs)}
+            positions = [tuple(position_of[job.matrix.index] for job in group) for group in groups]
+            self._cache[key] = seconds, positions
+        seconds, positions = self._cache[key]
+        return seconds, [tuple(jobs[position].matrix.index for position in group) for group in positions]
 
     def choose_shared(
-        self, hosted: Assignment, balanced: Assignment, possible: Mapping[int, Share], memory_cap: int | None
+        self, hosted: Assignment, balanced: Assignment, possible: SharedCosts, memory_cap: int | None
     ) -> Assignment:
         """Chooses the matrices that each stage shares. Each owner in `balanced` shares as many as make it
         fastest. A stage whose slowest owner gains too little (`GAIN`) keeps its cells in `hosted` and shares
@@ -152,13 +153,13 @@ class GroupSearch:
         """
         tp, matrices, costs = self._pipeline.tp, self._matrices, self._costs
         packer = HostPacker(costs, tp, possible)
-        limits: dict[int, float] = {}
+        longest_s: dict[int, float] = {}
         for (stage, _), jobs in held_jobs(matrices, costs, hosted).items():
-            limits[stage] = max(limits.get(stage, 0.0), GAIN * self.find(jobs)[0])
+            longest_s[stage] = max(longest_s.get(stage, 0.0), GAIN * self.find(jobs)[0])
         owners_of_stage: dict[int, list[tuple[int, list[Job]]]] = {}
-        unchanged: set[int] = set()
+        too_slow: set[int] = set()
         for (stage, owner), jobs in held_jobs(matrices, costs, balanced).items():
-            if stage in unchanged:
+            if stage in too_slow:
                 continue
             alternatives = [
                 alternative
@@ -171,18 +172,18 @@ class GroupSearch:
                 for place, alternative in enumerate(alternatives or [jobs])
             )
             owners_of_stage.setdefault(stage, []).append((owner, best))
-            if seconds > limits[stage]:
-                unchanged.add(stage)
-        cells, shares = list(hosted.cells), {}
+            if seconds > longest_s[stage]:
+                too_slow.add(stage)
+        cells, shared_costs = list(hosted.cells), {}
         for stage, of_stage in owners_of_stage.items():
-            if stage in unchanged:
+            if stage in too_slow:
                 continue
             for owner, jobs in of_stage:
                 for job in jobs:
                     cells[job.matrix.index] = Cell(owner=owner, host=job.host)
-                    if job.share is not None:
-                        shares[job.matrix.index] = job.share
-        return Assignment(cells=tuple(cells), shares=MappingProxyType(dict(sorted(shares.items()))))
+                    if job.shared_cost is not None:
+                        shared_costs[job.matrix.index] = job.shared_cost
+        return Assignment(cells=tuple(cells), shared_costs=MappingProxyType(dict(sorted(shared_costs.items()))))
 
 
 def check_capacity(matrices: Sequence[Matrix], tp: int, settings: PlanSettings, bytes_per_element: int) -> None:
@@ -191,30 +192,30 @@ def check_capacity(matrices: Sequence[Matrix], tp: int, settings: PlanSettings, 
         return
     exchanged = (matrix for matrix in matrices if matrix.expert_rank is None)
     largest = max(exchanged, key=lambda matrix: matrix.elements)
-    need = largest.elements * bytes_per_element
-    if settings.c_max_bytes < need:
+    needed_bytes = largest.elements * bytes_per_element
+    if settings.c_max_bytes < needed_bytes:
         # Rounded up to a multiple of 1/64, which has few digits and is read back exactly.
-        least = math.ceil(need / _MIB * 64) / 64
+        least_mib = math.ceil(needed_bytes / _MIB * 64) / 64
         raise ConfigError(
             Problem(
                 key="engine.c_max_mib",
                 value=round(settings.c_max_bytes / _MIB, 2),
                 reason=(
                     f"is too small for the largest matrix: {largest.name} ({largest.rows} x {largest.cols}) takes "
-                    f"{least} MiB in an exchange at {bytes_per_element} bytes per element, and is never divided"
+                    f"{least_mib} MiB in an exchange at {bytes_per_element} bytes per element, and is never divided"
                 ),
-                fix=f"use engine.c_max_mib={least} or more, or null to let the planner choose",
+                fix=f"use engine.c_max_mib={least_mib} or more, or null to let the planner choose",
             )
         )
 
 
 def _find_groups(
-    jobs: Sequence[Job], settings: PlanSettings, pipeline: HostedPipeline, first: Sequence[float]
+    jobs: Sequence[Job], settings: PlanSettings, pipeline: HostedPipeline, experts_s: Sequence[float]
 ) -> tuple[float, list[list[Job]]]:
     """Finds an owner's groups; returns the seconds that they take, and the groups."""
     capacity, tp = settings.capacity(pipeline.element_bytes), pipeline.tp
     if settings.grouping == "auto" and tp > 1 and jobs:
-        return _fewest_of_the_fastest(_candidates(jobs, tp, capacity), pipeline, first)
+        return _fewest_of_the_fastest(_candidates(jobs, tp, capacity), pipeline, experts_s)
     chosen = [list(jobs)] if jobs else []
     if tp > 1:
         chosen = paper_groups(jobs, tp, capacity)
@@ -222,18 +223,18 @@ def _find_groups(
         hosts = {job.matrix.index: job.host for group in chosen for job in group}
         if hosts != {job.matrix.index: job.host for job in jobs}:
             chosen = _cut(jobs, tp, capacity)
-    return pipeline.seconds(chosen, first=first), chosen
+    return pipeline.seconds(chosen, experts_s=experts_s), chosen
 
 
 def _fewest_of_the_fastest(
-    candidates: Iterable[list[list[Job]]], pipeline: HostedPipeline, first: Sequence[float]
+    candidates: Iterable[list[list[Job]]], pipeline: HostedPipeline, experts_s: Sequence[float]
 ) -> tuple[float, list[list[Job]]]:
     """Times all candidates. Returns the seconds and groups of the candidate with the fewest groups among
     those within `CLOSE` of the fastest."""
-    # Candidates are often equal, and most have groups in common; `known` is a cache of their loads.
+    # Candidates are often equal, and most have groups in common, so loads are cached.
     distinct = {tuple(tuple(job.matrix.index for job in group) for group in groups): groups for groups in candidates}
-    known: Loads = {}
-    timed = [(pipeline.seconds(groups, known, first), groups) for groups in distinct.values()]
+    loads: Loads = {}
+    timed = [(pipeline.seconds(groups, loads, experts_s), groups) for groups in distinct.values()]
     least = min(seconds for seconds, _ in timed)
     fast = [(seconds, groups) for seconds, groups in timed if seconds <= (1 + CLOSE) * least]
     return min(fast, key=lambda candidate: (len(candidate[1]), candidate[0]))
@@ -252,33 +253,33 @@ def _candidates(jobs: Sequence[Job], tp: int, capacity: int | None) -> Iterator[
     hosted = [0] * tp
     for job in jobs:
         hosted[job.host] += job.received
-    most = min(capacity or max(hosted), max(hosted))
+    highest = min(capacity or max(hosted), max(hosted))
     # Doubling suffices, because the time is flat around its minimum, and a plan must be made within a second.
     capacities = [largest]
-    while capacities[-1] < most:
-        capacities.append(min(2 * capacities[-1], most))
-    busy = [sum(job.busy for job in jobs if job.host == host) for host in range(tp)]
-    late = {host for host in range(tp) if busy[host] * tp > sum(busy)}
+    while capacities[-1] < highest:
+        capacities.append(min(2 * capacities[-1], highest))
+    busy_s = [sum(job.busy for job in jobs if job.host == host) for host in range(tp)]
+    busier_hosts = {host for host in range(tp) if busy_s[host] * tp > sum(busy_s)}
     order = _rounds(jobs, tp)
-    divided = [_ends(order, ending) for ending in (set(range(tp)), late)]
+    divisions = [_ends(order, ending) for ending in (set(range(tp)), busier_hosts)]
     for size in capacities:
         yield _cut(order, tp, size)
-        for first, middle, last in divided:
+        for first, middle, last in divisions:
             yield [group for group in (first, *_cut(middle, tp, size), last) if group]
 
 
-def _ends(order: Sequence[Job], late: Set[int]) -> tuple[list[Job], list[Job], list[Job]]:
+def _ends(order: Sequence[Job], ending_hosts: Set[int]) -> tuple[list[Job], list[Job], list[Job]]:
     """Splits jobs into three lists: every host's first job, the jobs between, and the last job of each host
-    in `late` with more than one job."""
-    first: dict[int, Job] = {}
-    last: dict[int, Job] = {}
+    in `ending_hosts` with more than one job."""
+    first_of_host: dict[int, Job] = {}
+    last_of_host: dict[int, Job] = {}
     for job in order:
-        first.setdefault(job.host, job)
-        last[job.host] = job
-    begin = list(first.values())
-    end = [job for host, job in last.items() if host in late and first[host] is not job]
-    taken = {job.matrix.index for job in (*begin, *end)}
-    return begin, [job for job in order if job.matrix.index not in taken], end
+        first_of_host.setdefault(job.host, job)
+        last_of_host[job.host] = job
+    beginning = list(first_of_host.values())
+    ending = [job for host, job in last_of_host.items() if host in ending_hosts and first_of_host[host] is not job]
+    outer = {job.matrix.index for job in (*beginning, *ending)}
+    return beginning, [job for job in order if job.matrix.index not in outer], ending
 
 
 def _cut(jobs: Iterable[Job], tp: int, capacity: int | None) -> list[list[Job]]:
@@ -303,21 +304,24 @@ def _rounds(jobs: Sequence[Job], tp: int) -> list[Job]:
     return [queue[turn] for turn in range(max(map(len, queues))) for queue in queues if turn < len(queue)]
 
 
-def _alternatives(jobs: Sequence[Job], packer: HostPacker, possible: Mapping[int, Share]) -> Iterator[list[Job]]:
+def _alternatives(jobs: Sequence[Job], packer: HostPacker, possible: SharedCosts) -> Iterator[list[Job]]:
     """Yields an owner's jobs on the hosts of each row of the packer, the row that shares nothing first."""
-    for row in sorted(packer.rows([job.matrix.index for job in jobs]), key=lambda row: sum(row.shared) > 0):
+    rows = packer.rows([job.matrix.index for job in jobs])
+    sharing = [row for row in rows if any(row.shared)]
+    for row in [*(row for row in rows if not any(row.shared)), *sharing]:
         yield [
-            replace(job, host=host, share=possible[job.matrix.index] if shared else None)
+            replace(job, host=host, shared_cost=possible[job.matrix.index] if shared else None)
             for job, host, shared in zip(jobs, row.hosts, row.shared, strict=True)
         ]
 
 
 def _fullest(jobs: Sequence[Job], tp: int) -> int:
     """Counts the elements that the fullest host holds, including its fragments of shared matrices."""
-    held, each = [0] * tp, 0
+    held = [0] * tp
+    shared = 0
     for job in jobs:
-        if job.share is None:
+        if job.shared_cost is None:
             held[job.host] += job.matrix.elements
         else:
-            each += job.matrix.elements // tp
-    return each + max(held)
+            shared += job.matrix.elements // tp
+    return shared + max(held)

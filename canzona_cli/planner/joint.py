@@ -32,7 +32,7 @@ def balance_together(
     cells = {index: Cell.at(cell, stage.mesh) for index, cell in grid.place_others()}
     for problem in experts:
         cells.update(grid.place_experts(problem))
-    placed = len(cells) == sum(len(members) for each in (stage, *experts) for members in each.units.values())
+    placed = len(cells) == sum(len(members) for problem in (stage, *experts) for members in problem.units.values())
     return cells if placed else None
 
 
@@ -42,10 +42,10 @@ class _Grid:
     def __init__(self, stage: PoolProblem, experts: Sequence[PoolProblem], memory_cap: int | None) -> None:
         mesh = stage.mesh
         self._stage, self._mesh = stage, mesh
-        self._busy = [0.0] * mesh.cells
-        everything = sum(matrix.elements for matrix in stage.matrices)
-        self._room = [everything if memory_cap is None else memory_cap] * mesh.cells
-        self._total = [sum(map(problem.cost, problem.units)) for problem in experts]
+        self._busy_s = [0.0] * mesh.cells
+        all_elements = sum(matrix.elements for matrix in stage.matrices)
+        self._room = [all_elements if memory_cap is None else memory_cap] * mesh.cells
+        self._rank_total_s = [sum(map(problem.cost, problem.units)) for problem in experts]
         """The update seconds of each expert-parallel rank, summed over its cells."""
         self._cache: dict[tuple[tuple[float, int], ...], list[int]] = {}
         """A cache of the owners of an expert-parallel rank's units, by the (seconds, room) of each of its
@@ -56,46 +56,50 @@ class _Grid:
         stage, mesh = self._stage, self._mesh
         tp, ep = mesh.tp, mesh.ep
         for unit in sorted(stage.units, key=lambda unit: (-stage.cost(unit), unit)):
-            first, *others = sorted(stage.units[unit], key=lambda index: (-stage.costs[index], index))
-            for rank in sorted(range(ep), key=lambda rank: (self._total[rank], rank)):
-                free = self._with_room(first, mesh.expert_cells(rank))
+            costliest, *others = sorted(stage.units[unit], key=lambda index: (-stage.costs[index], index))
+            for rank in sorted(range(ep), key=lambda rank: (self._rank_total_s[rank], rank)):
+                free = self._with_room(costliest, mesh.expert_cells(rank))
                 if free:
                     break
             else:
                 continue
-            cell = min(free, key=lambda cell: (self._busy[cell], cell))
-            yield first, self._put(first, cell)
+            cell = min(free, key=lambda cell: (self._busy_s[cell], cell))
+            self._put(costliest, cell)
+            yield costliest, cell
             # The other matrices of the unit have the same owner.
             row = range(cell // tp * tp, cell // tp * tp + tp)
             for index in others:
                 free = self._with_room(index, row)
                 if free:
-                    best = min(free, key=lambda cell: (self._total[cell % ep], self._busy[cell], cell))
-                    yield index, self._put(index, best)
+                    best = min(free, key=lambda cell: (self._rank_total_s[cell % ep], self._busy_s[cell], cell))
+                    self._put(index, best)
+                    yield index, best
 
     def _with_room(self, index: int, cells: range) -> list[int]:
         needed = self._stage.matrices[index].elements
         return [cell for cell in cells if self._room[cell] >= needed]
 
-    def _put(self, index: int, cell: int) -> int:
+    def _put(self, index: int, cell: int) -> None:
         cost = self._stage.costs[index]
-        self._busy[cell] += cost
-        self._total[self._mesh.expert_rank(cell)] += cost
+        self._busy_s[cell] += cost
+        self._rank_total_s[self._mesh.expert_rank(cell)] += cost
         self._room[cell] -= self._stage.matrices[index].elements
-        return cell
 
     def place_experts(self, problem: PoolProblem) -> Mapping[int, Cell]:
-        """Places an expert-parallel rank's experts; returns the cell of each expert that fits."""
+        """Places an expert-parallel rank's experts; returns the cell of each expert, or nothing if an expert
+        does not fit."""
         rank = problem.pool.expert_rank
         assert rank is not None
         cells = self._mesh.expert_cells(rank)
-        key = tuple((self._busy[cell], self._room[cell]) for cell in cells)
+        busy_s = [self._busy_s[cell] for cell in cells]
+        room = [self._room[cell] for cell in cells]
+        key = tuple(zip(busy_s, room, strict=True))
         if key not in self._cache:
             # Expert-parallel ranks have equal experts, so ranks with equal cells are filled in the same way.
-            owners = _fill(problem, *map(list, zip(*key, strict=True)))
-            everyone = len(owners) == len(problem.units)
-            even = spread_bytes(problem.buckets, owners, problem.kinds) if everyone else {}
-            self._cache[key] = [even[unit] for unit in problem.units if unit in even]
+            owners = _fill(problem, busy_s, room)
+            all_fit = len(owners) == len(problem.units)
+            spread = spread_bytes(problem.buckets, owners, problem.kinds) if all_fit else {}
+            self._cache[key] = [spread[unit] for unit in problem.units if unit in spread]
         cell_of = [problem.pool.cell(owner, self._mesh) for owner in range(len(cells))]
         return {
             index: cell_of[owner]
@@ -104,15 +108,15 @@ class _Grid:
         }
 
 
-def _fill(problem: PoolProblem, busy: Sequence[float], room: list[int]) -> dict[int, int]:
+def _fill(problem: PoolProblem, busy_s: Sequence[float], room: list[int]) -> dict[int, int]:
     """Assigns an expert-parallel rank's units, the costliest first, each to the least busy owner with room;
     returns the owner of each unit that fits.
 
     Args:
-        busy: the seconds that each owner already has.
+        busy_s: the seconds that each owner already has.
         room: the elements that each owner may still hold; updated by the function.
     """
-    heap = [(seconds, owner) for owner, seconds in enumerate(busy)]
+    heap = [(seconds, owner) for owner, seconds in enumerate(busy_s)]
     heapq.heapify(heap)
     owners: dict[int, int] = {}
     for unit in sorted(problem.units, key=lambda unit: (-problem.cost(unit), unit)):

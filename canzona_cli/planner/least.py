@@ -8,13 +8,13 @@ busiest rank may therefore compute longer than `bounds.lower_bound`.
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count, permutations, product
 
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.costs.sharing import Share, shares
+from canzona_cli.costs.sharing import SharedCost, SharedCosts, shared_costs
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.bounds import packing_bound, simple_bound, stage_bound
 from canzona_cli.planner.groups import expert_seconds
@@ -45,50 +45,52 @@ class Updates:
 def updates(config: RunConfig, layout: Layout, plan: Plan) -> Updates:
     """Computes the update time, and its bound, of the stage whose slowest owner takes longest."""
     pipeline = HostedPipeline.of(planning_config(config), layout)
-    taken = _slowest_owner_seconds(plan, pipeline)
-    stage = max(taken, key=taken.__getitem__)
-    possible = shares(config, plan.subject.optimizer, layout, plan.matrices)
+    slowest_s = _slowest_owner_seconds(plan, pipeline)
+    stage = max(slowest_s, key=slowest_s.__getitem__)
+    possible = shared_costs(config, plan.subject.optimizer, layout, plan.matrices)
     least = max(
         plan.lower_bounds[stage] * pipeline.updating,
         least_seconds(plan.matrices, plan.costs, stage, layout.owners, possible, pipeline),
         _bound_with_experts(plan, stage, pipeline) if layout.ep > 1 else 0.0,
     )
-    return Updates(seconds=taken[stage], least=least)
+    return Updates(seconds=slowest_s[stage], least=least)
 
 
 def _bound_with_experts(plan: Plan, stage: int, pipeline: HostedPipeline) -> float:
     """Returns a lower bound on the busiest rank's seconds in a stage whose experts are divided among ranks
     and whose other matrices are hosted: the `stage_bound` of the updates, including the copies of
     exchanges."""
-    known: dict[Hashable, float] = {}
+    cache: dict[Hashable, float] = {}
     seconds = []
     for matrix, cost in zip(plan.matrices, plan.costs, strict=True):
         key = matrix.expert_rank is None, _exchange_key(matrix), cost
-        if key not in known:
+        if key not in cache:
             exchanged = matrix.expert_rank is None and pipeline.tp > 1
             alone = pipeline.each_alone(cost, matrix.elements)
-            known[key] = _least_times(matrix, cost, None, pipeline).on_host if exchanged else alone
-        seconds.append(known[key])
+            cache[key] = _least_times(matrix, cost, None, pipeline).on_host if exchanged else alone
+        seconds.append(cache[key])
     return stage_bound(plan.matrices, seconds, stage, plan.subject.layout)
 
 
 def _slowest_owner_seconds(plan: Plan, pipeline: HostedPipeline) -> dict[int, float]:
     """Returns the seconds of the slowest owner of each stage, by stage."""
-    first = expert_seconds(plan.matrices, plan.costs, plan.assignment, pipeline)
+    experts_s = expert_seconds(plan.matrices, plan.costs, plan.assignment, pipeline)
     groups: dict[tuple[int, int], list[list[Job]]] = {}
     for group in sorted(plan.groups, key=lambda group: group.index):
         jobs = make_jobs(group.matrices, plan.matrices, plan.costs, plan.assignment)
         groups.setdefault((group.stage, group.owner), []).append(jobs)
-    taken: dict[int, float] = {}
-    known: dict[Hashable, float] = {}  # owners with the same costs on the same hosts take equally long
-    for stage, owner in groups.keys() | first.keys():
-        of_owner, experts = groups.get((stage, owner), []), first.get((stage, owner), ())
-        alike = ((job.host, job.seconds, job.share, _exchange_key(job.matrix)) for group in of_owner for job in group)
-        key = (experts, tuple(map(len, of_owner)), tuple(alike))
-        if key not in known:
-            known[key] = pipeline.seconds(of_owner, first=experts)
-        taken[stage] = max(taken.get(stage, 0.0), known[key])
-    return taken
+    slowest_s: dict[int, float] = {}
+    cache: dict[Hashable, float] = {}  # owners with the same costs on the same hosts take equally long
+    for stage, owner in groups.keys() | experts_s.keys():
+        of_owner = groups.get((stage, owner), [])
+        owner_experts_s = experts_s.get((stage, owner), ())
+        jobs = [job for group in of_owner for job in group]
+        work = tuple((job.host, job.seconds, job.shared_cost, _exchange_key(job.matrix)) for job in jobs)
+        key = (owner_experts_s, tuple(map(len, of_owner)), work)
+        if key not in cache:
+            cache[key] = pipeline.seconds(of_owner, experts_s=owner_experts_s)
+        slowest_s[stage] = max(slowest_s.get(stage, 0.0), cache[key])
+    return slowest_s
 
 
 def _exchange_key(matrix: Matrix) -> Hashable:
@@ -129,7 +131,7 @@ def least_seconds(
     costs: Sequence[float],
     stage: int,
     owners: int,
-    shares: Mapping[int, Share],
+    shared_costs: SharedCosts,
     pipeline: HostedPipeline,
 ) -> float:
     """Returns a lower bound on the slowest owner's seconds in a stage, as `HostedPipeline.seconds` counts
@@ -145,7 +147,7 @@ def least_seconds(
     out, see `_bound_with_experts`.
 
     Args:
-        shares: the costs of the matrices that may be shared, by index.
+        shared_costs: the costs of the matrices that may be shared, by index.
     """
     members = [
         (matrix, cost)
@@ -154,11 +156,11 @@ def least_seconds(
     ]
     if pipeline.tp == 1:
         return _least_without_tp(members, owners, pipeline)
-    units = _count_units(members, shares, pipeline)
+    units = _count_units(members, shared_costs, pipeline)
     if not units:
         return 0.0
-    kinds = _Kinds(units=tuple(units), numbers=tuple(units.values()), owners=owners, tp=pipeline.tp)
-    if sum(kinds.numbers) > _MOST_UNITS * owners:
+    kinds = _Kinds(units=tuple(units), counts=tuple(units.values()), owners=owners, tp=pipeline.tp)
+    if sum(kinds.counts) > _MOST_UNITS * owners:
         return kinds.evenly_divided
     low = kinds.evenly_divided
     high = 1.5 * max(low, *(times.least for unit in units for times in unit))
@@ -179,39 +181,39 @@ def _least_without_tp(members: Sequence[tuple[Matrix, float]], owners: int, pipe
 
 
 def _count_units(
-    members: Sequence[tuple[Matrix, float]], shares: Mapping[int, Share], pipeline: HostedPipeline
+    members: Sequence[tuple[Matrix, float]], shared_costs: SharedCosts, pipeline: HostedPipeline
 ) -> Counter[_Unit]:
     """Counts the units of a stage by kind."""
-    known: dict[Hashable, _LeastTimes] = {}
+    cache: dict[Hashable, _LeastTimes] = {}
     by_unit: dict[int, list[_LeastTimes]] = {}
     for matrix, cost in members:
-        share = shares.get(matrix.index)
-        key = (_exchange_key(matrix), cost, share)
-        if key not in known:
-            known[key] = _least_times(matrix, cost, share, pipeline)
-        by_unit.setdefault(matrix.unit, []).append(known[key])
+        shared_cost = shared_costs.get(matrix.index)
+        key = (_exchange_key(matrix), cost, shared_cost)
+        if key not in cache:
+            cache[key] = _least_times(matrix, cost, shared_cost, pipeline)
+        by_unit.setdefault(matrix.unit, []).append(cache[key])
     return Counter(tuple(sorted(unit, reverse=True)) for unit in by_unit.values())
 
 
-def _least_times(matrix: Matrix, cost: float, share: Share | None, pipeline: HostedPipeline) -> _LeastTimes:
+def _least_times(matrix: Matrix, cost: float, shared_cost: SharedCost | None, pipeline: HostedPipeline) -> _LeastTimes:
     """Computes the least seconds of one matrix, hosted and shared, whatever else its owner updates."""
     on_host, on_others, back, hosted = list[float](), list[float](), list[float](), list[float]()
     for host in range(pipeline.tp):
         load = pipeline.new_load([Job(matrix=matrix, host=host, seconds=cost)])
-        packing, hosts, storing = ([sum(s for _, s in parts) for parts in stage] for stage in load.work)
-        on_host.append(hosts[host] - pipeline.begin_s)  # a micro-group is launched only once
+        packing, hosting, storing = ([sum(s for _, s in parts) for parts in stage] for stage in load.work)
+        on_host.append(hosting[host] - pipeline.begin_s)  # a micro-group is launched only once
         on_others.append(min(packing[rank] + storing[rank] for rank in range(pipeline.tp) if rank != host))
         back.append(load.exchanges[1].seconds)
         # Without the time of sending the gradient, which may overlap with the gradient norm.
-        hosted.append(max(packing) + hosts[host] + back[-1] + max(storing))
-    shared = [Job(matrix=matrix, host=0, seconds=cost, share=share)]
+        hosted.append(max(packing) + hosting[host] + back[-1] + max(storing))
+    shared = [Job(matrix=matrix, host=0, seconds=cost, shared_cost=shared_cost)]
     return _LeastTimes(
         on_host=min(on_host),
         on_others=min(on_others),
         back=min(back),
         hosted=min(hosted),
-        on_each=math.inf if share is None else pipeline.updating * share.each,
-        alone=math.inf if share is None else pipeline.seconds([shared]),
+        on_each=math.inf if shared_cost is None else pipeline.updating * shared_cost.each,
+        alone=math.inf if shared_cost is None else pipeline.seconds([shared]),
     )
 
 
@@ -220,7 +222,7 @@ class _Kinds:
     """The units of a stage by kind, and the grid that they are assigned to."""
 
     units: tuple[_Unit, ...]
-    numbers: tuple[int, ...]
+    counts: tuple[int, ...]
     """The number of units of each kind."""
     owners: int
     tp: int
@@ -230,7 +232,7 @@ class _Kinds:
         """The lower bound on the slowest owner's seconds if an owner's ranks could divide its work evenly."""
         whole = [
             sum(min(times.on_host, self.tp * times.on_each) for times in unit)
-            for unit, number in zip(self.units, self.numbers, strict=True)
+            for unit, number in zip(self.units, self.counts, strict=True)
             for _ in range(number)
         ]
         return packing_bound(whole, self.owners) / self.tp
@@ -245,7 +247,7 @@ class _Kinds:
             weights = _weights(sets, order)
             if weights is None:
                 return True
-            total = sum(weight * number for weight, number in zip(weights, self.numbers, strict=True))
+            total = sum(weight * number for weight, number in zip(weights, self.counts, strict=True))
             if total > self.owners * (1 + 1e-9):
                 return True
         return False
@@ -254,44 +256,44 @@ class _Kinds:
         """Lists the sets of units that an owner may be able to update within `seconds`, as the number of
         units of each kind; None if there are too many sets."""
         sets: list[tuple[int, ...]] = [()]
-        for place in range(len(self.units)):
-            longer = []
-            for begun in sets:
+        for kind in range(len(self.units)):
+            extended = []
+            for chosen in sets:
                 for number in count():
-                    if not self._may_finish((*begun, number), seconds):
+                    if not self._may_finish((*chosen, number), seconds):
                         break
-                    longer.append((*begun, number))
-                    if len(longer) > _MOST_SETS or number == self.numbers[place]:
+                    extended.append((*chosen, number))
+                    if len(extended) > _MOST_SETS or number == self.counts[kind]:
                         break
-            if len(longer) > _MOST_SETS:
+            if len(extended) > _MOST_SETS:
                 return None
-            sets = longer
+            sets = extended
         return sets
 
-    def _may_finish(self, numbers: Sequence[int], seconds: float) -> bool:
+    def _may_finish(self, counts: Sequence[int], seconds: float) -> bool:
         """Returns False if it is certain that an owner takes longer than `seconds` for a set of units."""
         held = Counter[_LeastTimes]()
-        for unit, number in zip(self.units, numbers, strict=False):
+        for unit, number in zip(self.units, counts, strict=False):
             for times in unit:
                 held[times] += number
         ranges = [range(number + 1) if times.on_each <= seconds else range(1) for times, number in held.items()]
-        return any(_may_fit(held, shared, seconds, self.tp) for shared in product(*ranges))
+        return any(_may_fit(held, shared_counts, seconds, self.tp) for shared_counts in product(*ranges))
 
 
-def _may_fit(held: Counter[_LeastTimes], shared: Sequence[int], seconds: float, tp: int) -> bool:
+def _may_fit(held: Counter[_LeastTimes], shared_counts: Sequence[int], seconds: float, tp: int) -> bool:
     """Returns False only if an owner certainly takes longer than `seconds` to update the matrices in `held`.
 
     Args:
-        shared: the number of shared matrices of each kind in `held`; the other matrices are hosted.
+        shared_counts: the number of shared matrices of each kind in `held`; the others are hosted.
     """
-    together = list(Counter(dict(zip(held, shared, strict=True))).elements())
-    hosted = list((held - Counter(together)).elements())
+    shared = list(Counter(dict(zip(held, shared_counts, strict=True))).elements())
+    hosted = list((held - Counter(shared)).elements())
     if any(times.hosted > seconds for times in hosted):
         return False
-    if len(together) == 1 and together[0].alone > seconds:
+    if len(shared) == 1 and shared[0].alone > seconds:
         return False
     # Every rank works on every hosted matrix, and its host works longer than the others.
-    on_all = sum(times.on_each for times in together) + sum(times.on_others for times in hosted)
+    on_all = sum(times.on_each for times in shared) + sum(times.on_others for times in hosted)
     back = min((times.back for times in hosted), default=0.0)
     return on_all + simple_bound([times.on_host - times.on_others for times in hosted], tp) + back <= seconds
 
@@ -302,12 +304,12 @@ def _weights(sets: Sequence[Sequence[int]], order: Sequence[int]) -> list[float]
     can update it in time."""
     weights = [0.0] * len(order)
     for kind in order:
-        left = [
-            (1 - sum(weight * number for weight, number in zip(weights, numbers, strict=True))) / numbers[kind]
-            for numbers in sets
-            if numbers[kind]
+        allowed = [
+            (1 - sum(weight * number for weight, number in zip(weights, counts, strict=True))) / counts[kind]
+            for counts in sets
+            if counts[kind]
         ]
-        if not left:
+        if not allowed:
             return None
-        weights[kind] = max(0.0, min(left))
+        weights[kind] = max(0.0, min(allowed))
     return weights

@@ -19,7 +19,7 @@ from canzona_cli.config.schema import Execution, Layout, RunConfig
 from canzona_cli.config.settings import settings_affecting
 from canzona_cli.costs.buffers import bucket_elements
 from canzona_cli.costs.memory import GIB, capacity, element_bytes, headroom, spare_bytes
-from canzona_cli.costs.sharing import shares
+from canzona_cli.costs.sharing import shared_costs
 from canzona_cli.costs.update import algorithm_of, update_costs
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem
 from canzona_cli.fields import PLAN
@@ -35,7 +35,7 @@ from canzona_cli.planner.pipeline import HostedPipeline, planning_config
 from canzona_cli.planner.plan import Plan, PlanSettings, Scalar, Subject
 from canzona_cli.planner.reduction import uniform_buckets
 
-_LATER: Final = {"num_experts": 0, "gated": True}
+_NEWER: Final = {"num_experts": 0, "gated": True}
 """The model settings that are newer than the first plan files. A setting with this value is left out of a
 plan's subject, so that older plans keep their hashes."""
 _CAPACITIES = (8, 4, 2, 1)
@@ -50,7 +50,7 @@ def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None
     """
     affecting_model = {name: getattr(config.model, name) for name in settings_affecting(PLAN, "model")}
     model: dict[str, Scalar] = {
-        name: value for name, value in affecting_model.items() if name not in _LATER or value != _LATER[name]
+        name: value for name, value in affecting_model.items() if name not in _NEWER or value != _NEWER[name]
     }
     profile = {name: getattr(config.cluster, name) for name in settings_affecting(PLAN, "cluster")}
     return Subject(
@@ -135,10 +135,12 @@ def _attempts_with(
     config: RunConfig, layout: Layout, shapes: ModelShapes | None, memory_cap: int | None, c_max: int | None
 ) -> list[Attempt]:
     """Prepares attempts with the same arguments as `attempt`, one for each C_max to try."""
-    prices, sizes = _prices(config, layout, shapes), [c_max]
+    prices = _prices(config, layout, shapes)
+    sizes = [c_max]
     if config.engine.strategy == "paper" and config.engine.c_max_mib is None and c_max is None and layout.tp > 1:
         sizes += _capacities(prices.matrices, None)
-    plan_subject, resizes = subject(config, layout, shapes), config.parallel.bucket_elements is None
+    plan_subject = subject(config, layout, shapes)
+    resizes = config.parallel.bucket_elements is None
     return [Attempt(plan_subject, prices, resizes=resizes, memory_cap=memory_cap, c_max=size) for size in sizes]
 
 
@@ -152,7 +154,8 @@ def _capacities(members: Sequence[Matrix], user_limit: int | None) -> list[int]:
 @lru_cache(maxsize=16)
 def _prices(config: RunConfig, layout: Layout, shapes: ModelShapes | None) -> Prices:
     members = planned_matrices(config, layout, shapes)
-    costs, possible = update_costs(config, members), shares(config, algorithm_of(config), layout, members)
+    costs = update_costs(config, members)
+    possible = shared_costs(config, algorithm_of(config), layout, members)
     bounds = tuple(stage_bound(members, costs, stage, layout, possible) for stage in range(layout.pp))
     pipeline = HostedPipeline.of(planning_config(config), layout)
     return Prices(matrices=members, costs=costs, bounds=bounds, possible=possible, pipeline=pipeline)
@@ -218,8 +221,8 @@ def make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None = No
 def _make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None) -> Plan:
     config, _ = plannable(config)
     engine = config.engine
-    # Mode auto falls back to hosted, because a plan may not fit only because of the buffers of shared
-    # matrices.
+    # In mode auto, plans without shared matrices are tried too: only the buffers of shared matrices may be too
+    # large.
     hosted = replace(config, engine=replace(engine, mode="hosted"))
     limits = sorted({capacity(config) - headroom(config), capacity(config)})
     for limit, run in product(limits, (config, hosted) if engine.mode == "auto" else (config,)):
@@ -250,17 +253,18 @@ def _attempts(config: RunConfig, layout: Layout, shapes: ModelShapes | None, lim
     Args:
         limit: the bytes of one GPU that the run may use.
     """
-    free = plan_unbounded(config, layout, shapes)
-    algorithm, user_limit = free.subject.optimizer, free.subject.settings.capacity(config.exchange_bytes)
+    unbounded = plan_unbounded(config, layout, shapes)
+    algorithm = unbounded.subject.optimizer
+    user_limit = unbounded.subject.settings.capacity(config.exchange_bytes)
     spare = spare_bytes(config, algorithm, layout, limit)
-    counts = Counter(matrix.shape for matrix in free.matrices)
+    counts = Counter(matrix.shape for matrix in unbounded.matrices)
     for worst_case in (False, True):
         # The elements of matrices that one rank may keep.
         memory_cap = max(1, int(spare / element_bytes(config, algorithm, counts, worst_case=worst_case)))
-        fits = _most_held(free) <= memory_cap
-        plan = free if fits else attempt(config, layout, shapes, memory_cap)
+        fits = _most_held(unbounded) <= memory_cap
+        plan = unbounded if fits else attempt(config, layout, shapes, memory_cap)
         yield from _with_and_without_rings(plan)
-        for c_max in _capacities(free.matrices, user_limit):
+        for c_max in _capacities(unbounded.matrices, user_limit):
             if c_max < _most_received(plan):  # otherwise the plan would be the same
                 plan = attempt(config, layout, shapes, memory_cap, c_max)
                 yield from _with_and_without_rings(plan)
@@ -297,9 +301,9 @@ def _most_held(plan: Plan) -> int:
 def _most_received(plan: Plan) -> int:
     """Counts the most elements that a host receives in one micro-group."""
     received = Counter[tuple[int, int]]()
-    for number, group in enumerate(plan.groups):
+    for group_index, group in enumerate(plan.groups):
         for matrix in group.matrices:
-            received[number, plan.assignment.cells[matrix].host] += plan.matrices[matrix].elements
+            received[group_index, plan.assignment.cells[matrix].host] += plan.matrices[matrix].elements
     return max(received.values(), default=0)
 
 

@@ -10,12 +10,12 @@ from typing import Literal
 
 from canzona_cli.config.schema import Form, Gathering, Layout, NewtonSchulzConfig, Reduction, RunConfig
 from canzona_cli.costs.buffers import stage_weights
-from canzona_cli.costs.sharing import Share, shared_bytes, shared_collectives
+from canzona_cli.costs.sharing import SharedCost, shared_bytes, shared_collectives
 from canzona_cli.costs.update import form_of, stack_of
 from canzona_cli.planner.exchange import GroupTraffic, group_traffic
 from canzona_cli.planner.memory import Place
 from canzona_cli.planner.plan import Bucket, MicroGroup, Plan, rank_buckets
-from canzona_cli.planner.reduction import collectives, sent_elements, shares
+from canzona_cli.planner.reduction import collectives, owned_elements, sent_elements
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,21 +127,22 @@ def kinds(config: RunConfig, plan: Plan) -> tuple[UpdateKind, ...]:
     algorithm, optimizer = plan.subject.optimizer, config.optimizer
     orthogonal = isinstance(optimizer, NewtonSchulzConfig)
     counted = Counter((m.rows, m.cols, cost) for m, cost in zip(plan.matrices, plan.costs, strict=True))
-    shares: dict[tuple[int, int], list[Share]] = {}
-    for index, share in plan.assignment.shares.items():
-        shares.setdefault(plan.matrices[index].shape, []).append(share)
+    shared_costs: dict[tuple[int, int], list[SharedCost]] = {}
+    for index, shared_cost in plan.assignment.shared_costs.items():
+        shared_costs.setdefault(plan.matrices[index].shape, []).append(shared_cost)
     error = None
     if isinstance(optimizer, NewtonSchulzConfig) and algorithm.ns_steps == 5:
         error = POLYNOMIAL_ERROR[optimizer.coefficients]
     symmetric = orthogonal and algorithm.precision == "bf16" and config.cluster.symmetric_factor < 1
     described = []
-    for (rows, cols, cost), number in sorted(counted.items(), key=lambda item: -item[1] * item[0][2]):
-        shared, stack = shares.get((rows, cols), ()), stack_of(algorithm, rows, cols, config.cluster)
+    for (rows, cols, cost), count in sorted(counted.items(), key=lambda item: -item[1] * item[0][2]):
+        shared = shared_costs.get((rows, cols), ())
+        stack = stack_of(algorithm, rows, cols, config.cluster)
         described.append(
             UpdateKind(
                 rows=rows,
                 cols=cols,
-                matrices=number,
+                matrices=count,
                 seconds=cost,
                 shared=len(shared),
                 fragment_s=shared[0].each if shared else 0.0,
@@ -161,7 +162,8 @@ def balance(plan: Plan) -> Balance:
     stage = max(range(mesh.pp), key=lambda s: max(stages[s]))
     loads, bound = stages[stage], plan.lower_bounds[stage]
     owners = [math.fsum(loads[o * mesh.tp : (o + 1) * mesh.tp]) for o in range(mesh.owners)]
-    total, slowest = math.fsum(owners), max(range(len(loads)), key=loads.__getitem__)
+    slowest = max(range(len(loads)), key=loads.__getitem__)
+    total = math.fsum(owners)
     mean, owner_mean = total / mesh.cells, total / mesh.owners
     grid = max(1.0, loads[slowest] / mean)
     mean_of_all = math.fsum(map(math.fsum, stages)) / (mesh.pp * mesh.cells)
@@ -207,30 +209,31 @@ def _traffic_of(
     """Counts the elements that a rank sends in reductions and in gatherings, and the number of reductions and
     of gatherings of its matrices."""
     mesh = plan.subject.layout
-    others = stage_weights(config, layout, stage).others * (mesh.owners - 1) / mesh.owners
-    reduced, gathered, reductions, gathers = others, others, 0, 0
+    adamw = stage_weights(config, layout, stage).others * (mesh.owners - 1) / mesh.owners
+    reduced, gathered, reductions, gathers = adamw, adamw, 0, 0
     for bucket in rank_buckets(plan.buckets, stage, expert_rank):
         owners = mesh.reducers(bucket.expert_rank)
         reduced += sent_elements(bucket, bucket.reduction, owners)
         gathered += sent_elements(bucket, bucket.gathering, owners)
         to_reduce, to_gather = collectives(bucket, owners)
-        reductions, gathers = reductions + to_reduce, gathers + to_gather
+        reductions += to_reduce
+        gathers += to_gather
     return reduced, gathered, reductions, gathers
 
 
 def _byte_balance(plan: Plan) -> float:
-    busiest = even = 0.0
+    busiest = equal = 0.0
     for bucket in plan.buckets:
-        held = shares(bucket)
-        busiest += max(held.values())
-        even += sum(held.values()) / plan.subject.layout.reducers(bucket.expert_rank)
-    return busiest / even if even else 1.0
+        elements = owned_elements(bucket)
+        busiest += max(elements.values())
+        equal += sum(elements.values()) / plan.subject.layout.reducers(bucket.expert_rank)
+    return busiest / equal if equal else 1.0
 
 
 def _traffic(plan: Plan) -> Iterator[tuple[MicroGroup, GroupTraffic]]:
     """Yields each micro-group with the traffic of its hosted matrices."""
     for group in plan.groups:
-        hosted = [index for index in group.matrices if index not in plan.assignment.shares]
+        hosted = [index for index in group.matrices if index not in plan.assignment.shared_costs]
         hosts = [plan.assignment.cells[index].host for index in hosted]
         yield group, group_traffic([plan.matrices[index] for index in hosted], hosts, plan.subject.layout.tp)
 
@@ -241,9 +244,9 @@ def exchanges(plan: Plan) -> Counter[tuple[int, int]]:
     counts: Counter[tuple[int, int]] = Counter()
     for group, traffic in _traffic(plan):
         counts[group.stage, group.owner] += traffic.collectives
-    of_shared = sum(shared_collectives(plan.subject.optimizer.ns_steps).values())
-    for index in plan.assignment.shares:
-        counts[plan.matrices[index].stage, plan.assignment.cells[index].owner] += of_shared
+    for_each_shared = sum(shared_collectives(plan.subject.optimizer.ns_steps).values())
+    for index in plan.assignment.shared_costs:
+        counts[plan.matrices[index].stage, plan.assignment.cells[index].owner] += for_each_shared
     return counts
 
 
@@ -254,13 +257,13 @@ def exchange_sent(config: RunConfig, plan: Plan) -> list[int]:
     width, grad = config.train.weight_bytes, config.engine.gradient_bytes
     sent = [0] * (mesh.pp * mesh.cells)
     for group, moved in _traffic(plan):
-        first = mesh.rank(group.stage, group.owner * mesh.tp)
+        first_rank = mesh.rank(group.stage, group.owner * mesh.tp)
         for host, (gradients, weights) in enumerate(zip(moved.gradients.sent, moved.weights.sent, strict=True)):
-            sent[first + host] += gradients * grad + weights * width
-    for index in plan.assignment.shares:
+            sent[first_rank + host] += gradients * grad + weights * width
+    for index in plan.assignment.shared_costs:
         matrix = plan.matrices[index]
-        first = mesh.rank(matrix.stage, plan.assignment.cells[index].owner * mesh.tp)
-        for rank in range(first, first + mesh.tp):
+        first_rank = mesh.rank(matrix.stage, plan.assignment.cells[index].owner * mesh.tp)
+        for rank in range(first_rank, first_rank + mesh.tp):
             sent[rank] += shared_bytes(matrix, mesh.tp, plan.subject.optimizer.ns_steps, width)
     return sent
 

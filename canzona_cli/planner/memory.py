@@ -70,22 +70,22 @@ def step_buffers(config: RunConfig, plan: Plan, stage: int) -> list[StepBuffers]
     experts: list[list[Matrix]] = [[] for _ in range(mesh.cells)]
     for matrix, cell in plan.placed[stage]:
         if matrix.expert_rank is not None:
-            experts[cell.number(mesh.tp)].append(matrix)
+            experts[cell.index(mesh.tp)].append(matrix)
     reduced, gathered = ring_scratch(plan, stage, config.train.gradient_bytes, config.train.weight_bytes)
     copies = _Copies(interleaved=interleaved_kinds(config.model), fp32=config.train.gradient_bytes == FP32)
-    known: dict[Hashable, list[StepBuffers]] = {}
+    cache: dict[Hashable, list[StepBuffers]] = {}
     buffers: list[StepBuffers] = []
     for owner in range(mesh.owners):
         groups = by_owner.get(owner, [])
         row = slice(owner * mesh.tp, (owner + 1) * mesh.tp)
         # Most of the thousands of owners have the same matrices as another owner.
         key = (
-            tuple(tuple((_buffer_key(job.matrix), job.host, job.share) for job in group) for group in groups),
+            tuple(tuple((_buffer_key(job.matrix), job.host, job.shared_cost) for job in group) for group in groups),
             tuple(tuple(map(_buffer_key, of_host)) for of_host in experts[row]),
         )
-        if key not in known:
-            known[key] = list(_owners_buffers(config, plan.subject.optimizer, copies, groups, experts[row]))
-        buffers += known[key]
+        if key not in cache:
+            cache[key] = list(_buffers_of_owner(config, plan.subject.optimizer, copies, groups, experts[row]))
+        buffers += cache[key]
     return [
         replace(of_cell, reduction=reduced.get(cell, 0), gathering=gathered.get(cell, 0))
         for cell, of_cell in enumerate(buffers)
@@ -131,7 +131,7 @@ class _Copies:
         return batch_bytes(copied), shapes
 
 
-def _owners_buffers(
+def _buffers_of_owner(
     config: RunConfig,
     algorithm: Algorithm,
     copies: _Copies,
@@ -145,32 +145,34 @@ def _owners_buffers(
         experts: by host, the experts with an `expert_rank`.
     """
     tp = len(experts)
-    shared = [job.matrix for group in groups for job in group if job.share is not None]
-    groups = [[job for job in group if job.share is None] for group in groups]
-    moved = [group_traffic([job.matrix for job in group], [job.host for job in group], tp) for group in groups]
-    fragment_copy = _largest(FP32 * copies.of_fragment(matrix, tp) for matrix in shared)
-    cut = [(matrix.elements // tp, min(matrix.shape) ** 2) for matrix in shared]
+    shared = [job.matrix for group in groups for job in group if job.shared_cost is not None]
+    hosted_groups = [[job for job in group if job.shared_cost is None] for group in groups]
+    moved = [group_traffic([job.matrix for job in group], [job.host for job in group], tp) for group in hosted_groups]
+    fragment_bytes = _largest(FP32 * copies.of_fragment(matrix, tp) for matrix in shared)
+    shared_sizes = [(matrix.elements // tp, min(matrix.shape) ** 2) for matrix in shared]
     messages = (
-        (config.train.weight_bytes, [of_group.weights for of_group in moved]),
-        (config.engine.gradient_bytes, [of_group.gradients for of_group in moved]),
+        (config.train.weight_bytes, [traffic.weights for traffic in moved]),
+        (config.engine.gradient_bytes, [traffic.gradients for traffic in moved]),
     )
     for rank in range(tp):
-        exchange = 0
+        exchange_bytes = 0
         for width, all_to_alls in messages:
-            sets = min(2, len(groups))
-            exchange += sets * width * _largest(traffic.sent[rank] for traffic in all_to_alls)
-            exchange += sets * width * _largest(traffic.received[rank] for traffic in all_to_alls)
-        hosted = [[job.matrix for job in group if job.host == rank] for group in groups]
+            sets = min(2, len(hosted_groups))
+            exchange_bytes += sets * width * _largest(traffic.sent[rank] for traffic in all_to_alls)
+            exchange_bytes += sets * width * _largest(traffic.received[rank] for traffic in all_to_alls)
+        hosted = [[job.matrix for job in group if job.host == rank] for group in hosted_groups]
         if tp == 1:
-            gradients, together = copies.batch_copies([matrix for group in hosted for matrix in group])
+            gradient_bytes, batches = copies.batch_copies([matrix for group in hosted for matrix in group])
         else:
-            copied_most = _largest(sum(copies.of_host(matrix, tp, rank) for matrix in group) for group in hosted)
-            gradients, together = FP32 * copied_most, [[matrix.shape for matrix in group] for group in hosted]
-        of_experts, expert_shapes = copies.batch_copies(experts[rank])
+            most_copied = _largest(sum(copies.of_host(matrix, tp, rank) for matrix in group) for group in hosted)
+            gradient_bytes = FP32 * most_copied
+            batches = [[matrix.shape for matrix in group] for group in hosted]
+        expert_bytes, expert_batches = copies.batch_copies(experts[rank])
+        batches += expert_batches
         yield StepBuffers(
-            exchange=exchange,
-            gradients=gradients + fragment_copy + of_experts,
-            workspace=workspace_bytes(config, algorithm, [*together, *expert_shapes], cut[::LANES], cut[1::LANES]),
+            exchange=exchange_bytes,
+            gradients=gradient_bytes + fragment_bytes + expert_bytes,
+            workspace=workspace_bytes(config, algorithm, batches, shared_sizes[::LANES], shared_sizes[1::LANES]),
         )
 
 
@@ -252,17 +254,20 @@ def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> 
     hosted = (
         (cell, bytes_of[matrix.shape], False)
         for matrix, cell in (plan.placed[stage] if any(bytes_of.values()) else ())
-        if matrix.index not in plan.assignment.shares
+        if matrix.index not in plan.assignment.shared_costs
     )
-    elements, factors = plan.held_elements(stage), sum_by_cell(hosted, 0, cells=mesh.cells, tp=mesh.tp)
-    buffers, needed = step_buffers(config, plan, stage), transient(config, algorithm, layout, stage)
+    elements = plan.held_elements(stage)
+    factors = sum_by_cell(hosted, 0, cells=mesh.cells, tp=mesh.tp)
+    buffers = step_buffers(config, plan, stage)
+    needed = transient(config, algorithm, layout, stage)
     weights = stage_weights(config, layout, stage)
-    stored, others = weights.others + fragments, weights.share(mesh, matrices=False)
+    stored = weights.others + fragments
+    adamw = weights.share(mesh, matrices=False)
 
     def varying(cell: int) -> dict[str, int]:
         """Returns the parts that differ between the cells of a stage."""
         return {
-            **optimizer_state(config, algorithm, others, elements[cell], factors[cell]),
+            **optimizer_state(config, algorithm, adamw, elements[cell], factors[cell]),
             **needed.parts(reduction=buffers[cell].reduction, gathering=buffers[cell].gathering),
             "exchange": buffers[cell].lasting,
         }

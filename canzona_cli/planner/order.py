@@ -43,8 +43,8 @@ def shared_order(parts: Sequence[int]) -> Iterator[tuple[int, int]]:
     Args:
         parts: the number of parts of each matrix's update; its squares are communicated between parts.
     """
-    for first in range(0, len(parts), LANES):
-        interleaved = range(first, min(first + LANES, len(parts)))
+    for start in range(0, len(parts), LANES):
+        interleaved = range(start, min(start + LANES, len(parts)))
         for part in range(max(parts[matrix] for matrix in interleaved)):
             yield from ((matrix, part) for matrix in interleaved if part < parts[matrix])
 

@@ -8,10 +8,10 @@ time.
 """
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from canzona_cli.costs.sharing import HOSTED, Share
+from canzona_cli.costs.sharing import HOSTED, SharedCost, SharedCosts
 from canzona_cli.planner.bounds import packing_bound, simple_bound
 
 CLOSE_ENOUGH = 1e-3
@@ -113,12 +113,13 @@ class _Classes:
         so that neighbouring items are in different bins."""
         contents: list[list[int]] = [[] for _ in patterns]
         for kind, items in enumerate(self.items):
-            queue, left = iter(items), [pattern[kind] for pattern in patterns]
-            while any(left):
-                for index, count in enumerate(left):
+            queue = iter(items)
+            missing = [pattern[kind] for pattern in patterns]
+            while any(missing):
+                for index, count in enumerate(missing):
                     if count:
                         contents[index].append(next(queue))
-                        left[index] -= 1
+                        missing[index] -= 1
         return (tuple(sorted(items_of_bin)) for items_of_bin in contents)
 
 
@@ -147,23 +148,23 @@ def _fill(classes: _Classes, bins: int, limit: float, *, accept_slack: bool) -> 
             on average, which uses large items first. False to take the fullest combination, which also uses
             small items that would fit anywhere.
     """
-    counts, left = classes.counts, bins
+    counts, bins_left = classes.counts, bins
     total = sum(cost * count for cost, count in zip(classes.costs, counts, strict=True))
     patterns: list[Pattern] = []
     while any(counts):
-        if left == 0 or total > left * limit * (1 + 1e-12):
+        if bins_left == 0 or total > bins_left * limit * (1 + 1e-12):
             return None
-        slack = max(0.0, limit - total / left) if accept_slack else 0.0
+        slack = max(0.0, limit - total / bins_left) if accept_slack else 0.0
         pattern = _Filler(costs=classes.costs, counts=counts, limit=limit, enough=limit - slack).best()
         if pattern is None:
             return None
         # Repeat the combination while there are items for it, because without slack it would be chosen again.
-        times = min(left, *(have // take for have, take in zip(counts, pattern, strict=True) if take))
+        times = min(bins_left, *(have // take for have, take in zip(counts, pattern, strict=True) if take))
         patterns += [pattern] * times
         counts = [have - take * times for have, take in zip(counts, pattern, strict=True)]
         total -= times * classes.load(pattern)
-        left -= times
-    return patterns + [(0,) * len(counts)] * left
+        bins_left -= times
+    return patterns + [(0,) * len(counts)] * bins_left
 
 
 @dataclass(kw_only=True)
@@ -180,11 +181,12 @@ class _Filler:
     pattern_load: float = -1.0
 
     def best(self) -> Pattern | None:
-        """Returns the best combination that has the largest item; None if that item exceeds the limit."""
-        first = next(kind for kind, count in enumerate(self.counts) if count)
-        if self.costs[first] > self.limit * (1 + 1e-12):
+        """Returns the fullest combination found that contains the largest remaining item; None if that item
+        exceeds the limit."""
+        largest = next(kind for kind, count in enumerate(self.counts) if count)
+        if self.costs[largest] > self.limit * (1 + 1e-12):
             return None
-        self._descend(first, [0] * len(self.costs), 0.0, least=1)
+        self._descend(largest, [0] * len(self.costs), 0.0, least=1)
         return self.pattern
 
     def _descend(self, start: int, taken: list[int], load: float, *, least: int = 0) -> bool:
@@ -264,15 +266,16 @@ class HostPacker:
 
     Args:
         costs: the cost of each matrix if one host updates it.
-        shares: the shares of the matrices that may be shared, by index.
-        all_shared: True to share all matrices in `shares`; False to share as many as give the best balance.
+        shared_costs: the costs of the matrices that may be shared, by index.
+        all_shared: True to share all these matrices; False to share as many as give the best balance.
     """
 
     def __init__(
-        self, costs: Sequence[float], tp: int, shares: Mapping[int, Share] = HOSTED, *, all_shared: bool = False
+        self, costs: Sequence[float], tp: int, shared_costs: SharedCosts = HOSTED, *, all_shared: bool = False
     ) -> None:
-        self._costs, self._shares, self._tp, self._all = costs, shares, tp, all_shared
-        self._known: dict[tuple[tuple[float, Share | None], ...], tuple[Row, ...]] = {}
+        self._costs, self._tp = costs, tp
+        self._shared_costs, self._all_shared = shared_costs, all_shared
+        self._cache: dict[tuple[tuple[float, SharedCost | None], ...], tuple[Row, ...]] = {}
 
     def rows(self, matrices: Sequence[int]) -> list[Row]:
         """Returns alternative rows for an owner, from the lowest height to the highest. Unless `all_shared`
@@ -301,47 +304,49 @@ class HostPacker:
         """Returns the places of the matrices in descending order of cost, and rows whose entries are in this
         order."""
         order = sorted(range(len(matrices)), key=lambda p: (-self._costs[matrices[p]], p))
-        key = tuple((self._costs[matrices[p]], self._shares.get(matrices[p])) for p in order)
-        if key not in self._known:
-            self._known[key] = tuple(sorted(self._pack_rows(key), key=lambda row: (row.height, sum(row.shared))))
-        return order, self._known[key]
+        key = tuple((self._costs[matrices[p]], self._shared_costs.get(matrices[p])) for p in order)
+        if key not in self._cache:
+            self._cache[key] = tuple(sorted(self._pack_rows(key), key=lambda row: (row.height, sum(row.shared))))
+        return order, self._cache[key]
 
-    def _pack_rows(self, items: Sequence[tuple[float, Share | None]]) -> Iterator[Row]:
+    def _pack_rows(self, items: Sequence[tuple[float, SharedCost | None]]) -> Iterator[Row]:
         """Packs an owner's matrices; yields alternative rows. The costliest matrices are shared first, and a
         quick estimate (largest first) chooses their number.
 
         Args:
-            items: the cost of each matrix, descending, and its share if it may be shared.
+            items: the cost of each matrix, descending, and its shared costs if it may be shared.
         """
-        possible = [place for place, (_, share) in enumerate(items) if share is not None]
-        counts = [len(possible)] if self._all else sorted({*range(min(len(possible), 2 * self._tp) + 1), len(possible)})
+        possible = [place for place, (_, cost) in enumerate(items) if cost is not None]
+        counts = [len(possible)]
+        if not self._all_shared:
+            counts = sorted({*range(min(len(possible), 2 * self._tp) + 1), len(possible)})
 
         def divide(count: int) -> tuple[list[int], float]:
             """Returns the places of the hosted matrices, and the seconds that every rank spends on
             the shared matrices, if `count` matrices are shared."""
-            together = set(possible[:count])
-            hosted = [place for place in range(len(items)) if place not in together]
-            return hosted, sum(share.each for place, (_, share) in enumerate(items) if share and place in together)
+            shared = set(possible[:count])
+            hosted = [place for place in range(len(items)) if place not in shared]
+            return hosted, sum(cost.each for place, (_, cost) in enumerate(items) if cost and place in shared)
 
         def estimate(count: int) -> float:
             """Estimates the height of the row that shares `count` matrices."""
-            hosted, each = divide(count)
+            hosted, shared_s = divide(count)
             if not hosted:
-                return each
+                return shared_s
             classes = _Classes.of([items[place][0] for place in hosted])
-            return each + _height(classes, _largest_first(classes, self._tp))
+            return shared_s + _height(classes, _largest_first(classes, self._tp))
 
         lowest = min(counts, key=estimate) if len(counts) > 1 else counts[0]
         for count in dict.fromkeys((lowest, counts[0], counts[-1])):
-            hosted, each = divide(count)
+            hosted, shared_s = divide(count)
             packing = pack([items[place][0] for place in hosted], self._tp) if hosted else None
             hosts = [0] * len(items)
             for host, members in enumerate(packing.bins if packing else ()):
                 for item in members:
                     hosts[hosted[item]] = host
-            together = set(possible[:count])
+            shared = set(possible[:count])
             yield Row(
                 hosts=tuple(hosts),
-                shared=tuple(place in together for place in range(len(items))),
-                height=each + (packing.height if packing else 0.0),
+                shared=tuple(place in shared for place in range(len(items))),
+                height=shared_s + (packing.height if packing else 0.0),
             )

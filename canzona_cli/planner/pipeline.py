@@ -14,7 +14,7 @@ from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.costs.links import Group, Groups, Links, Transfer
 from canzona_cli.costs.model import least_before_updates
 from canzona_cli.costs.scratch import FP32
-from canzona_cli.costs.sharing import Share, shared_exchanges, shared_transfers
+from canzona_cli.costs.sharing import SharedCost, shared_exchanges, shared_transfers
 from canzona_cli.costs.update import algorithm_of, memory_rate, step_factor
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.exchange import Traffic, group_traffic, senders
@@ -32,18 +32,18 @@ class Job:
     host: int
     seconds: float
     """The seconds of the matrix's update by one rank."""
-    share: Share | None = None
+    shared_cost: SharedCost | None = None
     """The costs of the shared update; None if the matrix is hosted."""
 
     @property
     def busy(self) -> float:
         """The seconds of the host's update; 0 if the matrix is shared."""
-        return self.seconds if self.share is None else 0.0
+        return self.seconds if self.shared_cost is None else 0.0
 
     @property
     def received(self) -> int:
         """The elements of the whole matrix that the host assembles; 0 if the matrix is shared."""
-        return self.matrix.elements if self.share is None else 0
+        return self.matrix.elements if self.shared_cost is None else 0
 
 
 def make_jobs(
@@ -54,9 +54,9 @@ def make_jobs(
     Args:
         costs: the seconds of each matrix's update by one rank.
     """
-    cells, shares = assignment.cells, assignment.shares
+    cells, shared_costs = assignment.cells, assignment.shared_costs
     return [
-        Job(matrix=matrices[index], host=cells[index].host, seconds=costs[index], share=shares.get(index))
+        Job(matrix=matrices[index], host=cells[index].host, seconds=costs[index], shared_cost=shared_costs.get(index))
         for index in indices
     ]
 
@@ -123,7 +123,7 @@ class HostedPipeline:
     """The bytes of a gradient element in the buffer in which gradients are reduced."""
     store: int = 0
     """The bytes of memory traffic to unpack and store a weight element after its exchange."""
-    own_store: int = 0
+    host_store: int = 0
     """The bytes of memory traffic to store a weight element that its host keeps, excluding the rounded copy,
     which is part of the update."""
     byte_s: float = 0.0
@@ -159,7 +159,7 @@ class HostedPipeline:
             grad=config.engine.gradient_bytes,
             buffer=config.train.gradient_bytes,
             store=select or 2 * width,
-            own_store=0 if cluster.measured_updates else select,  # measured updates include it
+            host_store=0 if cluster.measured_updates else select,  # measured updates include it
             byte_s=exchanging / memory_rate(cluster),
             launch_s=exchanging * cluster.launch_us * 1e-6,
             replay_s=cluster.launch_us * 1e-6 if algorithm_of(config).graph else 0.0,
@@ -179,29 +179,29 @@ class HostedPipeline:
         """The least seconds of packing and unpacking per element of a matrix, summed over ranks, without
         launches."""
         exchanged = (self.tp - 1) / self.tp
-        return (exchanged * (self._sent + self.store) + self._received) * self.byte_s
+        return (exchanged * (self._pack_bytes + self.store) + self._unpack_bytes) * self.byte_s
 
     @property
-    def _sent(self) -> int:
+    def _pack_bytes(self) -> int:
         """The bytes of memory traffic to pack a gradient element before its exchange."""
         return self.buffer + self.grad
 
     @property
-    def _received(self) -> int:
+    def _unpack_bytes(self) -> int:
         """The bytes of memory traffic to unpack a gradient element after its exchange."""
         return self.grad + FP32
 
     def seconds(
-        self, groups: Sequence[Sequence[Job]], cache: "Loads | None" = None, first: Sequence[float] = ()
+        self, groups: Sequence[Sequence[Job]], cache: "Loads | None" = None, experts_s: Sequence[float] = ()
     ) -> float:
         """Returns the seconds that an owner's groups take in the given order, excluding norm, clip and AdamW.
 
         Args:
             cache: a cache of the loads of groups of the same jobs; new loads are added.
-            first: see `run`.
+            experts_s: see `run`.
         """
         clock = Clock(self.tp, self.norm_s)
-        self.run(groups, clock, cache, first)
+        self.run(groups, clock, cache, experts_s)
         return max(clock.now) - self.norm_s
 
     @property
@@ -212,8 +212,9 @@ class HostedPipeline:
     def alone(self, jobs: Sequence[Job]) -> float:
         """Returns the seconds that a host takes to update matrices that no other rank of its TP group
         stores."""
-        each = (self.each_alone(job.seconds, job.matrix.elements) for job in jobs)
-        return self.begin_s + sum(each) if jobs else 0.0
+        if not jobs:
+            return 0.0
+        return self.begin_s + sum(self.each_alone(job.seconds, job.matrix.elements) for job in jobs)
 
     def each_alone(self, seconds: float, elements: int) -> float:
         """Returns the seconds that a host takes to update a matrix that no other rank of its TP group stores,
@@ -223,61 +224,64 @@ class HostedPipeline:
             seconds: the seconds of the update.
             elements: the elements of the matrix.
         """
-        return self.updating * seconds + self.own_store * elements * self.byte_s
+        return self.updating * seconds + self.host_store * elements * self.byte_s
 
     def run[Moment](
         self,
         groups: Sequence[Sequence[Job]],
         ranks: Pipeline[Moment],
         cache: "Loads | None" = None,
-        first: Sequence[float] = (),
+        experts_s: Sequence[float] = (),
     ) -> None:
         """Passes the work of an owner's micro-groups, and then of its shared matrices, to `ranks` in order.
 
         Args:
             cache: see `seconds`.
-            first: the seconds for which each host updates its experts, before all other updates.
+            experts_s: the seconds for which each host updates its experts, before all other updates.
         """
         if self.tp == 1 or not groups:
-            _begin(ranks, first)
+            _begin(ranks, experts_s)
             for group in groups:
                 ranks.work(0, "matrix_update", self.begin_s)
                 for job in group:
                     ranks.work(0, "matrix_update", self.each_alone(job.seconds, job.matrix.elements))
             return
         loads = [
-            self._load([job for job in group if not job.share], {} if cache is None else cache) for group in groups
+            self._load([job for job in group if job.shared_cost is None], {} if cache is None else cache)
+            for group in groups
         ]
-        landed: dict[int, Moment] = {}
-        for place, (number, stage) in enumerate(order(len(loads))):
-            if place == entries_before_norm(len(loads)):
-                _begin(ranks, first)
-            load = loads[number]
-            for host, parts in enumerate(load.work[stage]):
+        exchanged: dict[int, Moment] = {}
+        for position, (group_index, stage) in enumerate(order(len(loads))):
+            if position == entries_before_norm(len(loads)):
+                _begin(ranks, experts_s)
+            load = loads[group_index]
+            for host, activities in enumerate(load.work[stage]):
                 if stage:
-                    ranks.wait(host, landed[number])
-                for phase, seconds in parts:
+                    ranks.wait(host, exchanged[group_index])
+                for phase, seconds in activities:
                     ranks.work(host, phase, seconds)
             if stage < len(load.exchanges):
-                landed[number] = ranks.exchange(load.exchanges[stage])
-        self._run_shared([job for group in groups for job in group if job.share], ranks)
+                exchanged[group_index] = ranks.exchange(load.exchanges[stage])
+        self._run_shared([job for group in groups for job in group if job.shared_cost is not None], ranks)
 
     def _run_shared[Moment](self, jobs: Sequence[Job], ranks: Pipeline[Moment]) -> None:
         """Passes the work and exchanges of shared matrices to `ranks`, in the order of
         `planner.order.shared_order`."""
-        parts = [job.share.fragment for job in jobs if job.share is not None]
+        parts = [job.shared_cost.fragment for job in jobs if job.shared_cost is not None]
         sides = {min(job.matrix.shape) for job in jobs}
-        moved = {side: shared_transfers(side, self.steps, self.width, self.links, self.group) for side in sides}
-        after, landed = shared_exchanges(self.steps), defaultdict[tuple[int, int], list[Moment]](list)
-        for place, part in shared_order([len(of_matrix) for of_matrix in parts]):
+        transfers = {side: shared_transfers(side, self.steps, self.width, self.links, self.group) for side in sides}
+        following = shared_exchanges(self.steps)
+        # The ends of the exchanges that the part of a matrix waits for, by (matrix, part).
+        awaited = defaultdict[tuple[int, int], list[Moment]](list)
+        for index, part in shared_order([len(of_matrix) for of_matrix in parts]):
             for host in range(self.tp):
-                for moment in landed[place, part]:
+                for moment in awaited[index, part]:
                     ranks.wait(host, moment)
-                ranks.work(host, "matrix_update", self.updating * parts[place][part])
-            if part < len(after) and after[part].exchanges:
-                transfer = moved[min(jobs[place].matrix.shape)][part]
-                needed_by = part + 1 + after[part].overlapped_parts
-                landed[place, needed_by].append(ranks.exchange(transfer.scaled(self.exchanging)))
+                ranks.work(host, "matrix_update", self.updating * parts[index][part])
+            if part < len(following) and following[part].exchanges:
+                transfer = transfers[min(jobs[index].matrix.shape)][part]
+                needed_by = part + 1 + following[part].overlapped_parts
+                awaited[index, needed_by].append(ranks.exchange(transfer.scaled(self.exchanging)))
 
     def _load(self, group: Sequence[Job], cache: "Loads") -> "Load":
         """Returns the load of a micro-group of hosted matrices, from `cache` or newly computed."""
@@ -290,32 +294,39 @@ class HostedPipeline:
         """Computes the load of a micro-group of hosted matrices."""
         tp = self.tp
         # By rank: the elements of gradients sent to other hosts, of weights received from other hosts, and of
-        # fragments for which the rank is the host.
-        sent, stored, own = [0] * tp, [0] * tp, [0] * tp
-        fragments, hosted, matrices, seconds = [0] * tp, [0] * tp, [0] * tp, [0.0] * tp
+        # weights for which the rank is the host.
+        gradients_sent, weights_received, weights_hosted = [0] * tp, [0] * tp, [0] * tp
+        # By rank: the number of matrices that it hosts, their elements and update seconds, and the number of
+        # matrices that it hosts or stores.
+        matrices, elements, seconds, fragments = [0] * tp, [0] * tp, [0.0] * tp, [0] * tp
         for job in group:
-            matrix, host, held = job.matrix, job.host, job.matrix.held_elements(tp)
-            hosted[host] += matrix.elements
+            matrix, host, fragment_elements = job.matrix, job.host, job.matrix.held_elements(tp)
+            elements[host] += matrix.elements
             matrices[host] += 1
             seconds[host] += job.seconds
             for rank in {host, *matrix.holders(tp)}:
                 fragments[rank] += 1
             for rank in matrix.holders(tp):
-                (own if rank == host else stored)[rank] += held
+                if rank == host:
+                    weights_hosted[rank] += fragment_elements
+                else:
+                    weights_received[rank] += fragment_elements
             for rank in senders(matrix, host, tp):
-                sent[rank] += held if rank != host else 0
+                if rank != host:
+                    gradients_sent[rank] += fragment_elements
 
-        def stages(host: int) -> Iterator[tuple[tuple[Activity, float], ...]]:
+        def stages(rank: int) -> Iterator[tuple[tuple[Activity, float], ...]]:
             """Yields the (activity, seconds) of a rank in each of the three stages."""
-            others, replay_s = fragments[host] - matrices[host], self.replay_s if matrices[host] else 0.0
-            yield (("exchange", self._copies(sent[host] * self._sent, others)),)
+            exchanged = fragments[rank] - matrices[rank]
+            replay_s = self.replay_s if matrices[rank] else 0.0
+            yield (("exchange", self._copies(gradients_sent[rank] * self._pack_bytes, exchanged)),)
             yield (
-                ("exchange", self._copies(hosted[host] * self._received, tp * matrices[host])),
-                ("matrix_update", self.updating * (replay_s + seconds[host])),
+                ("exchange", self._copies(elements[rank] * self._unpack_bytes, tp * matrices[rank])),
+                ("matrix_update", self.updating * (replay_s + seconds[rank])),
                 # Packs the fragments of other ranks, and rounds and stores the host's finite fragments.
-                ("exchange", self._copies(own[host] * self.own_store, (tp + 1) * matrices[host])),
+                ("exchange", self._copies(weights_hosted[rank] * self.host_store, (tp + 1) * matrices[rank])),
             )
-            yield (("exchange", self._copies(stored[host] * self.store, others)),)
+            yield (("exchange", self._copies(weights_received[rank] * self.store, exchanged)),)
 
         moved = group_traffic([job.matrix for job in group], [job.host for job in group], tp)
         return Load(
@@ -336,11 +347,11 @@ class HostedPipeline:
         return self.links.all_to_all(sent, received, self.group).scaled(self.exchanging)
 
 
-def _begin[Moment](ranks: Pipeline[Moment], first: Sequence[float]) -> None:
+def _begin[Moment](ranks: Pipeline[Moment], experts_s: Sequence[float]) -> None:
     """Passes the gradient norm, and then the updates of experts, which precede all other updates, to
     `ranks`."""
     ranks.norm()
-    for host, seconds in enumerate(first):
+    for host, seconds in enumerate(experts_s):
         ranks.work(host, "matrix_update", seconds)
 
 
@@ -356,7 +367,7 @@ class Load:
 
 Loads = dict[tuple[int, ...], Load]
 """A cache of loads, by the indices of the group's matrices. It is valid as long as jobs keep their hosts and
-shares."""
+shared costs."""
 
 
 def planning_config(config: RunConfig) -> RunConfig:

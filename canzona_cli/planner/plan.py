@@ -23,7 +23,7 @@ from canzona_cli.config.schema import (
     Splitting,
     Strategy,
 )
-from canzona_cli.costs.sharing import HOSTED, Share, shared_exchanges
+from canzona_cli.costs.sharing import HOSTED, SharedCost, SharedCosts, shared_exchanges
 from canzona_cli.fields import CountOrZero, NotNegative, Seconds
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.optimizers.facts import Algorithm
@@ -43,25 +43,25 @@ class Cell:
     """The TP rank in the owner's TP group."""
 
     @classmethod
-    def at(cls, number: int, mesh: Mesh) -> "Cell":
-        """Returns the cell at index `number` in its stage; the inverse of `Cell.number`."""
-        owner, host = divmod(number, mesh.tp)
+    def at(cls, index: int, mesh: Mesh) -> "Cell":
+        """Returns the cell at `index` in its stage; the inverse of `Cell.index`."""
+        owner, host = divmod(index, mesh.tp)
         return cls(owner=owner, host=host)
 
-    def number(self, tp: int) -> int:
+    def index(self, tp: int) -> int:
         """Returns the cell's index in its stage, `owner * tp + host`."""
         return self.owner * tp + self.host
 
     def reducing_rank(self, matrix: Matrix, mesh: Mesh) -> int:
         """Returns the rank that receives a matrix's reduced gradient, numbered in the group that reduces it:
         the cell's owner, or for an expert its `Mesh.expert_owner`."""
-        return self.owner if matrix.expert_rank is None else mesh.expert_owner(self.number(mesh.tp))
+        return self.owner if matrix.expert_rank is None else mesh.expert_owner(self.index(mesh.tp))
 
 
 def sum_by_cell[Amount: (int, float)](
     placed: Iterable[tuple[Cell, Amount, bool]], zero: Amount, *, cells: int, tp: int
 ) -> list[Amount]:
-    """Adds up amounts for each cell of a stage, at index `Cell.number`.
+    """Adds up amounts for each cell of a stage, at index `Cell.index`.
 
     Args:
         placed: (cell, amount, on_all_hosts) triples. If `on_all_hosts` is True, the amount is added to every
@@ -70,9 +70,9 @@ def sum_by_cell[Amount: (int, float)](
     """
     sums = [zero] * cells
     for cell, amount, on_all_hosts in placed:
-        first = cell.owner * tp
-        for number in range(first, first + tp) if on_all_hosts else (first + cell.host,):
-            sums[number] += amount
+        first_cell = cell.owner * tp
+        for index in range(first_cell, first_cell + tp) if on_all_hosts else (first_cell + cell.host,):
+            sums[index] += amount
     return sums
 
 
@@ -82,14 +82,14 @@ class Assignment:
     owner's TP group."""
 
     cells: tuple[Cell, ...]
-    shares: Mapping[int, Share] = HOSTED
+    shared_costs: SharedCosts = HOSTED
     """The costs of the shared matrices, by index."""
 
     def loads(self, matrices: Sequence[Matrix], costs: Sequence[float], stage: int, dp: int, tp: int) -> list[float]:
         """Returns the update seconds of each cell of a stage, at index `owner * tp + host`."""
-        shares = self.shares
+        shared_costs = self.shared_costs
         placed = (
-            (cell, shares[matrix.index].each, True) if matrix.index in shares else (cell, cost, False)
+            (cell, shared_costs[matrix.index].each, True) if matrix.index in shared_costs else (cell, cost, False)
             for matrix, cell, cost in zip(matrices, self.cells, costs, strict=True)
             if matrix.stage == stage
         )
@@ -242,7 +242,8 @@ class Plan:
     @property
     def modes(self) -> tuple[Mode, ...]:
         """The mode of each matrix: hosted or shared."""
-        return tuple("shared" if matrix.index in self.assignment.shares else "hosted" for matrix in self.matrices)
+        shared = self.assignment.shared_costs
+        return tuple("shared" if matrix.index in shared else "hosted" for matrix in self.matrices)
 
     def loads(self, stage: int) -> list[float]:
         """Returns the update seconds of each cell of a stage, at index `owner * tp + host`."""
@@ -252,9 +253,9 @@ class Plan:
     def held_elements(self, stage: int) -> list[int]:
         """Counts the matrix elements that each cell of a stage holds, at index `owner * tp + host`. A hosted
         matrix is held whole by its host; a shared matrix is divided evenly among the hosts of its owner."""
-        mesh, shares = self.subject.layout, self.assignment.shares
+        mesh, shared = self.subject.layout, self.assignment.shared_costs
         placed = (
-            (cell, matrix.elements // mesh.tp, True) if matrix.index in shares else (cell, matrix.elements, False)
+            (cell, matrix.elements // mesh.tp, True) if matrix.index in shared else (cell, matrix.elements, False)
             for matrix, cell in self.placed[stage]
         )
         return sum_by_cell(placed, 0, cells=mesh.cells, tp=mesh.tp)
@@ -270,7 +271,7 @@ class Plan:
                     **_fields_for_file(matrix),
                     "seconds": cost,
                     **vars(cell),
-                    **_execution_fields(self.assignment.shares.get(matrix.index)),
+                    **_execution_fields(self.assignment.shared_costs.get(matrix.index)),
                 }
                 for matrix, cost, cell in zip(self.matrices, self.costs, self.assignment.cells, strict=True)
             ],
@@ -297,25 +298,25 @@ class Plan:
                 `_check`).
         """
         content = expand_families(content)
-        read = parse(_Content, content)
+        parsed = parse(_Content, content)
         plan = cls(
-            version=read.version,
-            subject=read.subject,
-            lower_bounds=read.lower_bounds,
-            matrices=tuple(Matrix(**{name: getattr(entry, name) for name in _MATRIX}) for entry in read.matrices),
-            costs=tuple(entry.seconds for entry in read.matrices),
+            version=parsed.version,
+            subject=parsed.subject,
+            lower_bounds=parsed.lower_bounds,
+            matrices=tuple(Matrix(**{name: getattr(entry, name) for name in _MATRIX}) for entry in parsed.matrices),
+            costs=tuple(entry.seconds for entry in parsed.matrices),
             assignment=Assignment(
-                cells=tuple(Cell(owner=entry.owner, host=entry.host) for entry in read.matrices),
-                shares=MappingProxyType(
+                cells=tuple(Cell(owner=entry.owner, host=entry.host) for entry in parsed.matrices),
+                shared_costs=MappingProxyType(
                     {
-                        place: Share(fragment=entry.fragment)
-                        for place, entry in enumerate(read.matrices)
+                        place: SharedCost(fragment=entry.fragment)
+                        for place, entry in enumerate(parsed.matrices)
                         if entry.execution != "hosted"
                     }
                 ),
             ),
-            buckets=read.buckets,
-            groups=read.micro_groups,
+            buckets=parsed.buckets,
+            groups=parsed.micro_groups,
         )
         if plan.hash != content_hash(content):
             raise ValueError("its entries are not exactly those of a plan")
@@ -339,11 +340,11 @@ def _fields_for_file(entry: Matrix | Bucket) -> dict[str, object]:
     return {name: value for name, value in vars(entry).items() if name != "expert_rank" or value is not None}
 
 
-def _execution_fields(share: Share | None) -> dict[str, object]:
+def _execution_fields(shared_cost: SharedCost | None) -> dict[str, object]:
     """Returns the fields of a plan file that say whether a matrix is hosted or shared."""
-    if share is None:
+    if shared_cost is None:
         return {"execution": "hosted"}
-    return {"execution": "shared", "fragment": share.fragment}
+    return {"execution": "shared", "fragment": shared_cost.fragment}
 
 
 def _lines(content: Mapping[str, object]) -> Iterator[str]:
@@ -404,16 +405,16 @@ def _check_matrices(plan: Plan) -> None:
             raise ValueError(f"matrix {matrix.name} has an index, stage or chunk that is not valid")
         if not (0 <= cell.owner < mesh.owners and 0 <= cell.host < mesh.tp):
             raise ValueError(f"matrix {matrix.name} is on owner {cell.owner}, host {cell.host}: outside the grid")
-        if matrix.expert_rank not in (None, mesh.expert_rank(cell.number(mesh.tp))):
+        if matrix.expert_rank not in (None, mesh.expert_rank(cell.index(mesh.tp))):
             raise ValueError(
                 f"matrix {matrix.name} is on owner {cell.owner}, host {cell.host}, which does not store it"
             )
-        share = plan.assignment.shares.get(index)
-        if share is None:
+        shared_cost = plan.assignment.shared_costs.get(index)
+        if shared_cost is None:
             continue
         parts = len(shared_exchanges(plan.subject.optimizer.ns_steps)) + 1
         evenly = min(matrix.shape) % mesh.tp == 0
-        if not (mesh.tp > 1 and matrix.cut_long and evenly and len(share.fragment) == parts):
+        if not (mesh.tp > 1 and matrix.cut_long and evenly and len(shared_cost.fragment) == parts):
             raise ValueError(f"matrix {matrix.name} cannot be shared as the plan says")
 
 

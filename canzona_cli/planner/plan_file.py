@@ -7,7 +7,7 @@ from pathlib import Path
 
 from canzona_cli.config.reading import Unreadable, parse_json, read_plain
 from canzona_cli.config.schema import Execution, Layout, RunConfig
-from canzona_cli.costs.sharing import shares
+from canzona_cli.costs.sharing import shared_costs
 from canzona_cli.costs.update import update_costs
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.planner.families import expand_families
@@ -126,9 +126,9 @@ def load_plan(path: Path, config: RunConfig, layout: Layout) -> Plan:
             f"{_MAKE_ANEW} and this run's settings",
         )
     matrices = planned_matrices(config, layout, None)
-    possible = shares(config, plan.subject.optimizer, layout, matrices)
+    possible = shared_costs(config, plan.subject.optimizer, layout, matrices)
     if (plan.matrices, plan.costs) != (matrices, update_costs(config, matrices)) or any(
-        share != possible.get(index) for index, share in plan.assignment.shares.items()
+        shared_cost != possible.get(index) for index, shared_cost in plan.assignment.shared_costs.items()
     ):
         raise _refused(path, "has different matrices or costs than this run", _MAKE_ANEW)
     return plan

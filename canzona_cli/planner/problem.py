@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from canzona_cli.config.schema import Mesh
-from canzona_cli.costs.sharing import Share
+from canzona_cli.costs.sharing import SharedCosts
 from canzona_cli.costs.update import rounded
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.bounds import stage_bound
@@ -27,10 +27,10 @@ class PoolProblem:
     matrices: Sequence[Matrix]
     costs: Sequence[float]
     """The seconds that a host takes to update each matrix alone; with strategy paper, its elements."""
-    shares: Mapping[int, Share]
+    shared_costs: SharedCosts
     """The costs of the matrices that may be shared, by index."""
     all_shared: bool
-    """True if all matrices in `shares` must be shared."""
+    """True if all matrices in `shared_costs` must be shared."""
     buckets: Sequence[Sequence[Parameter]]
     mesh: Mesh
 
@@ -57,19 +57,19 @@ class PoolProblem:
 
     @cached_property
     def summed_costs(self) -> list[float]:
-        """The update seconds of each matrix, summed over the ranks of a TP group, if all matrices in `shares`
-        are shared."""
-        each = {index: self.tp * share.each for index, share in self.shares.items()}
-        return [each.get(index, cost) for index, cost in enumerate(self.costs)]
+        """The update seconds of each matrix, summed over the ranks of a TP group, if all matrices in
+        `shared_costs` are shared."""
+        sums = {index: self.tp * shared_cost.each for index, shared_cost in self.shared_costs.items()}
+        return [sums.get(index, cost) for index, cost in enumerate(self.costs)]
 
     @cached_property
     def bound(self) -> float:
         """The lower bound on the update seconds of the stage's busiest cell."""
-        return stage_bound(self.matrices, self.costs, self.pool.stage, self.mesh, self.shares)
+        return stage_bound(self.matrices, self.costs, self.pool.stage, self.mesh, self.shared_costs)
 
     @cached_property
     def packer(self) -> HostPacker:
-        return HostPacker(self.costs, self.tp, self.shares, all_shared=self.all_shared)
+        return HostPacker(self.costs, self.tp, self.shared_costs, all_shared=self.all_shared)
 
     @cached_property
     def kinds(self) -> dict[int, Hashable]:
@@ -77,7 +77,7 @@ class PoolProblem:
         them."""
 
         def describe(index: int) -> tuple[float, int, bool]:
-            return self.costs[index], self.matrices[index].elements, index in self.shares
+            return self.costs[index], self.matrices[index].elements, index in self.shared_costs
 
         return {unit: tuple(sorted(map(describe, members))) for unit, members in self.units.items()}
 
@@ -95,22 +95,22 @@ class PoolProblem:
         """Packs every owner's matrices onto its hosts and returns the seconds of the busiest cell."""
         return max(self.packer.height(matrices) for matrices in self.matrices_of_owners(owners))
 
-    def communication(self, placed: "Placement") -> float:
+    def communication(self, placement: "Placement") -> float:
         """Measures the time to communicate the pool's buckets, in elements: adds up the elements of each
         bucket's fullest owner."""
         total = 0
         for parts in self.parts:
-            held: Counter[int] = Counter()
+            elements: Counter[int] = Counter()
             for part in parts:
-                first = part.matrices[0]
-                held[placed.cells[first].reducing_rank(self.matrices[first], self.mesh)] += part.elements
-            total += max(held.values())
+                index = part.matrices[0]  # all matrices of a part have the same owner
+                elements[placement.cells[index].reducing_rank(self.matrices[index], self.mesh)] += part.elements
+            total += max(elements.values())
         return float(total)
 
     def least_communication(self) -> float:
         """Returns a lower bound on `communication` for every assignment."""
-        sizes = [[part.elements for part in parts] for parts in self.parts]
-        return sum(max(sum(held) / self.owners, max(held)) for held in sizes)
+        buckets = [[part.elements for part in parts] for parts in self.parts]
+        return sum(max(sum(sizes) / self.owners, max(sizes)) for sizes in buckets)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,9 +126,9 @@ class Placement:
     @cached_property
     def busiest(self) -> float:
         """The update seconds of the busiest cell."""
-        costs, shares = self.problem.costs, self.problem.shares
+        costs, shared_costs = self.problem.costs, self.problem.shared_costs
         placed = (
-            (cell, shares[index].each, True) if index in self.shared else (cell, costs[index], False)
+            (cell, shared_costs[index].each, True) if index in self.shared else (cell, costs[index], False)
             for index, cell in self.cells.items()
         )
         return rounded(max(sum_by_cell(placed, 0.0, cells=self.problem.mesh.cells, tp=self.problem.mesh.tp)))

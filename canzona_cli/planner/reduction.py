@@ -42,7 +42,7 @@ Run = tuple[Segment, ...]
 """Adjoining segments of one rank's part, in ascending order of owners."""
 
 
-def shares(bucket: Bucket) -> dict[int, int]:
+def owned_elements(bucket: Bucket) -> dict[int, int]:
     """Counts the elements of each owner with a range in the bucket, alignment inside ranges included."""
     elements: dict[int, int] = {}
     for part in bucket.ranges:
@@ -73,8 +73,8 @@ def _handovers(ranges: tuple[Range, ...], elements: int, ranks: int) -> tuple[tu
         return ()
     runs = [_runs(part) for part in parts]
     return tuple(
-        tuple(of_part[number] if number < len(of_part) else () for of_part in runs)
-        for number in range(max(map(len, runs)))
+        tuple(of_part[index] if index < len(of_part) else () for of_part in runs)
+        for index in range(max(map(len, runs)))
     )
 
 
@@ -102,15 +102,15 @@ def _handover_sizes(
 
 def _parts(ranges: Sequence[Range], elements: int, ranks: int) -> list[list[Segment]]:
     """Cuts a bucket into equal parts; returns the segments of each rank's part, ascending."""
-    part = elements // ranks
+    part_elements = elements // ranks
     parts: list[list[Segment]] = [[] for _ in range(ranks)]
     borders = [0, *(later.start for later in ranges[1:]), elements]
-    for held, (start, end) in zip(ranges, pairwise(borders), strict=True):
+    for owned, (start, end) in zip(ranges, pairwise(borders), strict=True):
         while start < end:
-            rank = start // part
-            stop = min(end, (rank + 1) * part)
+            rank = start // part_elements
+            stop = min(end, (rank + 1) * part_elements)
             # A segment of padding alone stays on the rank whose part it is in.
-            parts[rank].append(Segment(held.owner if start < held.end else rank, start, stop))
+            parts[rank].append(Segment(owned.owner if start < owned.end else rank, start, stop))
             start = stop
     return parts
 
@@ -163,7 +163,7 @@ def scratch_bytes(bucket: Bucket, way: Reduction | Gathering, owners: int, width
     """
     if way != "ring" or owners == 1 or not handovers(bucket, owners):
         return {}
-    return {owner: share * width for owner, share in shares(bucket).items()}
+    return {owner: elements * width for owner, elements in owned_elements(bucket).items()}
 
 
 def ring_scratch(plan: Plan, stage: int, grad: int, width: int) -> tuple[Mapping[int, int], Mapping[int, int]]:
@@ -179,19 +179,19 @@ def ring_scratch(plan: Plan, stage: int, grad: int, width: int) -> tuple[Mapping
     """
     mesh = plan.subject.layout
 
-    def needed(bucket: Bucket, way: Reduction | Gathering, size: int) -> Mapping[int, int]:
+    def scratch_of_cells(bucket: Bucket, way: Reduction | Gathering, element_bytes: int) -> Mapping[int, int]:
         """Returns the bytes of scratch that each cell needs for a bucket."""
-        scratch = scratch_bytes(bucket, way, mesh.reducers(bucket.expert_rank), size)
+        scratch = scratch_bytes(bucket, way, mesh.reducers(bucket.expert_rank), element_bytes)
         if bucket.expert_rank is not None:
             cells = mesh.expert_cells(bucket.expert_rank)
-            return {cells[owner]: held for owner, held in scratch.items()}
-        return {owner * mesh.tp + host: held for owner, held in scratch.items() for host in range(mesh.tp)}
+            return {cells[owner]: size for owner, size in scratch.items()}
+        return {owner * mesh.tp + host: size for owner, size in scratch.items() for host in range(mesh.tp)}
 
     reduced, gathered = Counter[int](), defaultdict[int, list[int]](list)
     for bucket in plan.buckets:
         if bucket.stage == stage:
-            reduced.update(needed(bucket, bucket.reduction, grad))
-            for cell, size in needed(bucket, bucket.gathering, width).items():
+            reduced.update(scratch_of_cells(bucket, bucket.reduction, grad))
+            for cell, size in scratch_of_cells(bucket, bucket.gathering, width).items():
                 gathered[cell].append(size)
     return reduced, {cell: sum(sorted(sizes)[-GATHERED_AHEAD - 1 :]) for cell, sizes in gathered.items()}
 
@@ -201,12 +201,12 @@ def collectives(bucket: Bucket, owners: int) -> tuple[int, int]:
     weights."""
     if owners == 1:
         return 0, 0
-    each: Mapping[Reduction | Gathering, int] = {
+    counts: Mapping[Reduction | Gathering, int] = {
         "reduce": len(bucket.ranges),
         "broadcast": len(bucket.ranges),
         "ring": 1 + len(handovers(bucket, owners)) if "ring" in (bucket.reduction, bucket.gathering) else 0,
     }
-    return each[bucket.reduction], each[bucket.gathering]
+    return counts[bucket.reduction], counts[bucket.gathering]
 
 
 def sent_elements(bucket: Bucket, way: Reduction | Gathering, owners: int) -> float:
@@ -229,8 +229,8 @@ class ReductionModel:
         groups = Groups.of(layout, config.cluster)
         self._links, self._group = Links(cluster=config.cluster), groups.data
         self._experts = groups.experts
-        self._width, self._grad = config.train.weight_bytes, config.train.gradient_bytes
-        self._rate = memory_rate(config.cluster)
+        self._weight_bytes, self._gradient_bytes = config.train.weight_bytes, config.train.gradient_bytes
+        self._memory_rate = memory_rate(config.cluster)
         self._launch_s = config.cluster.launch_us * 1e-6
         # With gloo the all-to-all of a ring overlaps with nothing, because it is launched only after a wait
         # for the reduce-scatter.
@@ -272,11 +272,11 @@ class ReductionModel:
         """Chooses how each bucket is reduced and gathered. In canzona's plans on GPUs, if `engine.reduction`
         is not set, a bucket uses a ring if a ring is faster by enough (`WORTH`). All other buckets are as in
         `uniform_buckets`."""
-        reduced = uniform_buckets(buckets, settings)
+        uniform = uniform_buckets(buckets, settings)
         if settings.reduction or settings.strategy != "canzona" or not self.rings:
-            return reduced
-        streams = groupby(reduced, key=lambda bucket: (bucket.stage, bucket.expert_rank))
-        return tuple(bucket for _, held in streams for bucket in self._choose_ways(list(held)))
+            return uniform
+        streams = groupby(uniform, key=lambda bucket: (bucket.stage, bucket.expert_rank))
+        return tuple(bucket for _, of_stream in streams for bucket in self._choose_ways(list(of_stream)))
 
     def choices(self, buckets: Sequence[Bucket], settings: PlanSettings) -> Iterator[tuple[Bucket, ...]]:
         """Yields alternative ways to reduce and gather the buckets. The first is that of `choose`, which has
@@ -302,12 +302,13 @@ class ReductionModel:
             experts: True for a bucket of experts with an `expert_rank`.
         """
         group = self._experts if experts else self._group
-        size, share = elements * self._bytes(kind), max(largest, elements // group.size) * self._bytes(kind)
-        chain = self._links.chains(size, group)
+        owner_bytes = max(largest, elements // group.size) * self._bytes(kind)
+        chain = self._links.chains(elements * self._bytes(kind), group)
         ring = self._native(elements, kind, group)
         if not experts:
             # Experts have equal sizes, so owners can have equal shares, and nothing is handed over.
-            handover = self._links.all_to_all([share], [share], group).delayed(2 * share / self._rate)
+            handover = self._links.all_to_all([owner_bytes], [owner_bytes], group)
+            handover = handover.delayed(2 * owner_bytes / self._memory_rate)
             ring = ring.followed_by(handover)
         return ring if ring.seconds <= WORTH * chain.seconds else replace(chain, fill_s=0.0)
 
@@ -337,12 +338,12 @@ class ReductionModel:
     def _per_range(self, bucket: Bucket, kind: Literal["reduce", "broadcast"]) -> Transfer:
         """Returns the transfer of a bucket with a reduction or a broadcast for each range. Each range after
         the first adds a launch."""
-        width, group = self._grad if kind == "reduce" else self._width, self._group_of(bucket)
-        transfer = self._links.rooted_collectives(
-            kind, [share * width for share in shares(bucket).values()], group, collectives=len(bucket.ranges)
-        )
-        issue = (len(bucket.ranges) - 1) * self._launch_s if group.size > 1 else 0.0
-        return transfer.delayed(issue)
+        width = self._gradient_bytes if kind == "reduce" else self._weight_bytes
+        group = self._group_of(bucket)
+        sizes = [elements * width for elements in owned_elements(bucket).values()]
+        transfer = self._links.rooted_collectives(kind, sizes, group, collectives=len(bucket.ranges))
+        launches_s = (len(bucket.ranges) - 1) * self._launch_s if group.size > 1 else 0.0
+        return transfer.delayed(launches_s)
 
     def _ring(self, bucket: Bucket, kind: Native) -> Transfer:
         """Returns the transfer of a bucket in a ring: a reduce-scatter or an all-gather of equal parts. If
@@ -361,7 +362,7 @@ class ReductionModel:
             from_parts, to_shares = ([elements * width for elements in side] for side in runs)
             sent, received = (from_parts, to_shares) if kind == "reduce_scatter" else (to_shares, from_parts)
             transfer = transfer.followed_by(self._links.all_to_all(sent, received, group)).delayed(self._launch_s)
-        return transfer.delayed(2 * max(shares(bucket).values()) * width / self._rate + self._launch_s)
+        return transfer.delayed(2 * max(owned_elements(bucket).values()) * width / self._memory_rate + self._launch_s)
 
     def _native(self, elements: int, kind: Native, group: Group) -> Transfer:
         collective = self._links.reduce_scatter if kind == "reduce_scatter" else self._links.all_gather
@@ -369,7 +370,7 @@ class ReductionModel:
 
     def _bytes(self, kind: Native) -> int:
         """Returns the bytes of a communicated element: a gradient or a weight."""
-        return self._grad if kind == "reduce_scatter" else self._width
+        return self._gradient_bytes if kind == "reduce_scatter" else self._weight_bytes
 
 
 def _overlap(transfers: Sequence[Transfer], buckets: Sequence[Bucket], owners: int) -> list[Transfer]:
@@ -386,9 +387,9 @@ def _overlap(transfers: Sequence[Transfer], buckets: Sequence[Bucket], owners: i
         replace(
             transfer, fill_s=max(0.0, 1 - _count_hops(bucket, next_bucket, owners) / (owners - 1)) * transfer.fill_s
         )
-        if transfer.fill_s and following.fill_s
+        if transfer.fill_s and next_transfer.fill_s
         else replace(transfer, fill_s=0.0)
-        for (bucket, transfer), (next_bucket, following) in pairwise(zip(buckets, transfers, strict=True))
+        for (bucket, transfer), (next_bucket, next_transfer) in pairwise(zip(buckets, transfers, strict=True))
     ]
     return [*overlaps, *(replace(last, fill_s=0.0) for last in transfers[-1:])]
 
@@ -411,14 +412,17 @@ def _choose_chains(chains: Sequence[Transfer], rings_s: Sequence[float]) -> list
         chains: each bucket's transfer as a chain, in the order of the stream.
         rings_s: each bucket's seconds as a ring.
     """
+    # For each bucket, from the end: True if the next is a chain, if this one is a chain and if it is a ring.
     follows: list[tuple[bool, bool]] = []
     # The seconds from a bucket to the end of the stream, if the bucket is a chain, and if it is a ring.
     chain_s, ring_s = chains[-1].seconds, rings_s[-1] / WORTH
     chain_s, ring_s = (chain_s, math.inf) if chain_s <= ring_s else (math.inf, ring_s)
     for chain, seconds in zip(chains[-2::-1], rings_s[-2::-1], strict=True):
-        overlapping, apart = chain.seconds - chain.fill_s + chain_s, chain.seconds + ring_s
-        follows.append((overlapping <= apart, chain_s <= ring_s))
-        chain_s, ring_s = min(overlapping, apart), seconds / WORTH + min(chain_s, ring_s)
+        before_chain_s = chain.seconds - chain.fill_s + chain_s
+        before_ring_s = chain.seconds + ring_s
+        follows.append((before_chain_s <= before_ring_s, chain_s <= ring_s))
+        ring_s = seconds / WORTH + min(chain_s, ring_s)
+        chain_s = min(before_chain_s, before_ring_s)
     by_chain = [chain_s <= ring_s]
     for after_chain, after_ring in reversed(follows):
         by_chain.append(after_chain if by_chain[-1] else after_ring)

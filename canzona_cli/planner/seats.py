@@ -11,13 +11,13 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from canzona_cli.config.schema import Mesh
-from canzona_cli.costs.sharing import Share
+from canzona_cli.costs.sharing import SharedCost
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.buckets import Parameter, Part, owner_of, pool_buckets, pools
 from canzona_cli.planner.plan import Assignment, Cell
 
-Seat = tuple[tuple[Cell, Share | None], ...]
-"""The place of a unit: the cell of each of its matrices, and the matrix's share if it is shared."""
+Seat = tuple[tuple[Cell, SharedCost | None], ...]
+"""The place of a unit: the cell of each of its matrices, and the matrix's costs if it is shared."""
 
 
 def concentrate_owners(
@@ -32,14 +32,14 @@ def concentrate_owners(
 
     Every cell keeps its number of units of each kind, so its updates take as long as before.
     """
-    cells, shares = list(assignment.cells), dict(assignment.shares)
+    cells, shared_costs = list(assignment.cells), dict(assignment.shared_costs)
 
     def kind(part: Part) -> Hashable:
         """Returns a key that is equal for parts that can be exchanged."""
+        members = [matrices[index] for index in part.matrices]
         return tuple(
-            (costs[index], matrix.shape, matrix.shard_dim, matrix.home, index in assignment.shares)
-            for index in part.matrices
-            for matrix in (matrices[index],)
+            (costs[matrix.index], matrix.shape, matrix.shard_dim, matrix.home, matrix.index in assignment.shared_costs)
+            for matrix in members
         )
 
     for pool in pools(matrices):
@@ -49,15 +49,15 @@ def concentrate_owners(
         ]
         free: dict[Hashable, dict[int, list[Seat]]] = defaultdict(dict)
         for part in (part for bucket in buckets for part in bucket):
-            seat = tuple((assignment.cells[index], assignment.shares.get(index)) for index in part.matrices)
+            seat = tuple((assignment.cells[index], assignment.shared_costs.get(index)) for index in part.matrices)
             free[kind(part)].setdefault(owner_of(part, matrices, assignment, layout), []).append(seat)
         for bucket in reversed(buckets):
             for part, seat in _seat_parts(bucket, kind, free):
-                for index, (cell, share) in zip(part.matrices, seat, strict=True):
+                for index, (cell, shared_cost) in zip(part.matrices, seat, strict=True):
                     cells[index] = cell
-                    if share is not None:
-                        shares[index] = share
-    return Assignment(cells=tuple(cells), shares=MappingProxyType(dict(sorted(shares.items()))))
+                    if shared_cost is not None:
+                        shared_costs[index] = shared_cost
+    return Assignment(cells=tuple(cells), shared_costs=MappingProxyType(dict(sorted(shared_costs.items()))))
 
 
 def _seat_parts(
@@ -98,17 +98,19 @@ def renumber_owners(
     """
     if layout.ep > 1:
         return assignment
-    number: dict[tuple[int, int], int] = {}
+    new_number: dict[tuple[int, int], int] = {}
     for pool in pools(matrices):
-        owners = [
+        bucket_owners = [
             [assignment.cells[part.matrices[0]].owner for parameter in bucket for part in parameter.parts]
             for bucket in pool_buckets(matrices, pool, layout, bucket_elements)
         ]
-        last = {owner: place for place, held in enumerate(owners) for owner in held}
-        first = dict.fromkeys(owner for held in owners for owner in sorted(held, key=last.__getitem__))
-        number.update({(pool.stage, owner): place for place, owner in enumerate(first)})
+        last_bucket = {owner: index for index, owners in enumerate(bucket_owners) for owner in owners}
+        ordered = dict.fromkeys(
+            owner for owners in bucket_owners for owner in sorted(owners, key=last_bucket.__getitem__)
+        )
+        new_number.update({(pool.stage, owner): number for number, owner in enumerate(ordered)})
     cells = tuple(
-        replace(cell, owner=number[matrix.stage, cell.owner])
+        replace(cell, owner=new_number[matrix.stage, cell.owner])
         for matrix, cell in zip(matrices, assignment.cells, strict=True)
     )
     return replace(assignment, cells=cells)
@@ -124,11 +126,11 @@ def _most_useful(
         parts_by_kind: the unassigned parts.
         free: the free seats, by kind and owner.
     """
-    takes: dict[int, int] = defaultdict(int)
+    taken_elements: dict[int, int] = defaultdict(int)
     for kind, parts in parts_by_kind.items():
         for owner, seats in free[kind].items():
-            takes[owner] += min(len(parts), len(seats)) * parts[0].elements
-    return min(takes, key=lambda owner: (-takes[owner], owner))
+            taken_elements[owner] += min(len(parts), len(seats)) * parts[0].elements
+    return min(taken_elements, key=lambda owner: (-taken_elements[owner], owner))
 
 
 def spread_bytes(
@@ -158,16 +160,16 @@ def spread_bytes(
             for part in parameter.parts:
                 parts_of_kind[kinds[part.unit]].append(part)
         for kind, parts in sorted(parts_of_kind.items(), key=lambda item: -item[1][0].elements):
-            free = unassigned[kind]
+            left = unassigned[kind]
             chosen: list[int] = []
             while len(chosen) < len(parts):
-                ranked = sorted(free, key=lambda owner: (held[owner], -free[owner], owner))
+                ranked = sorted(left, key=lambda owner: (held[owner], -left[owner], owner))
                 for owner in ranked[: len(parts) - len(chosen)]:
                     chosen.append(owner)
                     held[owner] += parts[0].elements
-                    free[owner] -= 1
-                    if not free[owner]:
-                        del free[owner]
+                    left[owner] -= 1
+                    if not left[owner]:
+                        del left[owner]
             for part, owner in zip(parts, sorted(chosen), strict=True):
                 new_owner[part.unit] = owner
     return new_owner

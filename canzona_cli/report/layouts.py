@@ -204,7 +204,7 @@ class FastestLayouts(Page):
                     "slower": self._slowdown(tried),
                     "memory_bytes": tried.memory_bytes,
                     "spent": asdict(tried.spent),
-                    "limits": [{"name": name, "seconds": seconds} for name, seconds in tried.spent.limits],
+                    "limits": [{"name": name, "seconds": seconds} for name, seconds in tried.spent.overheads],
                     **asdict(self._outlook(tried)),
                 }
                 for tried in self.search.best
@@ -298,7 +298,7 @@ def _usable_memory(config: RunConfig) -> str:
 
 def _limits(tried: LayoutResult) -> str:
     """Formats the two largest parts of an iteration other than compute: `updates 5%, pipeline idle 3%`."""
-    shares = ((name, seconds / tried.iteration_s) for name, seconds in tried.spent.limits[:2])
+    shares = ((name, seconds / tried.iteration_s) for name, seconds in tried.spent.overheads[:2])
     return ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= _WORTH_NAMING)
 
 

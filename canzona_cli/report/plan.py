@@ -110,7 +110,7 @@ class PlanView(Page):
             yield "updates", updates
         order = f"{settings.layout} layout, alpha {settings.alpha:g}" if settings.strategy != "asc" else "in order"
         grid = f"{plural(mesh.owners, 'owner')} × {plural(mesh.tp, 'host')}"
-        shared_count = len(plan.assignment.shares)
+        shared_count = len(plan.assignment.shared_costs)
         shared = f"; {shared_count:,} matrices shared by TP groups" if shared_count else ""
         if mesh.ep > 1:
             grid += f", each expert on {plural(mesh.expert_owners, 'rank')}"

@@ -81,7 +81,7 @@ class MegatronComparison:
 
     def overhead(self, cost: Cost) -> float | None:
         """Returns how much longer an optimizer's iteration takes than AdamW's (0.05 is 5%); None if one of
-        them does not fit into memory."""
+        them does not fit in memory."""
         if not (cost.fits and self.adamw.fits):
             return None
         return cost.result.iteration_s / self.adamw.result.iteration_s - 1
@@ -116,7 +116,7 @@ def compare_with_megatron(
     run: MegatronRun, config: RunConfig, layout: Layout, command: Sequence[str]
 ) -> MegatronComparison:
     """Simulates a step of Megatron's training loop with Megatron's optimizers and with canzona's engine.
-    Optimizers that do not fit into memory are simulated too.
+    Optimizers that do not fit in memory are simulated too.
 
     Args:
         config: the same run for canzona's training loop, with the layout filled in.

@@ -53,7 +53,7 @@ class SimulatedStrategy:
     memory_bytes: int
     """The bytes on the fullest rank."""
     fits: bool
-    """True if the strategy fits into memory. Otherwise it has no speed-up or overhead."""
+    """True if the strategy fits in memory. Otherwise it has no speed-up or overhead."""
     loads: tuple[float, ...] | None
     """The seconds of matrix updates of each cell, in the stage that is slowest under the plan; None for
     strategies without owners."""
@@ -105,17 +105,17 @@ class Study:
 
     def optimizer_speedup(self, baseline: str) -> float | None:
         """Returns the ratio of the optimizer time of the strategy `baseline` to that of the plan; None if one
-        of the two does not fit into memory in this layout."""
+        of the two does not fit in memory in this layout."""
         return self._ratio(baseline, self.strategy, lambda result: result.optimizer_s)
 
     def iteration_speedup(self, baseline: str) -> float | None:
         """Returns the ratio of the iteration time of the strategy `baseline` to that of the plan; None if one
-        of the two does not fit into memory in this layout."""
+        of the two does not fit in memory in this layout."""
         return self._ratio(baseline, self.strategy, lambda result: result.iteration_s)
 
     def overhead(self, strategy: str) -> float | None:
         """Returns how much longer a strategy's iteration takes than AdamW's in this layout (0.01 is 1%); None
-        if one of them does not fit into memory."""
+        if one of them does not fit in memory."""
         ratio = self._ratio(strategy, "adamw", lambda result: result.iteration_s)
         return None if ratio is None else ratio - 1
 
@@ -154,7 +154,8 @@ class Study:
 
     def as_json(self) -> dict[str, object]:
         """Returns the output of `--json`."""
-        mesh, buffers, others = self.plan.subject.layout, self.memory.buffers, ("sc", "layerwise", "asc", "paper")
+        mesh, buffers = self.plan.subject.layout, self.memory.buffers
+        baselines = ("sc", "layerwise", "asc", "paper")
         balanced = {name: value for name, value in vars(self.balance).items() if name != "slowest"}
         return {
             "version": VERSION,
@@ -198,8 +199,8 @@ class Study:
                 for name, compared in self.strategies.items()
             },
             "speedup": {
-                **{f"optimizer_vs_{over}": self.optimizer_speedup(over) for over in others},
-                **{f"iteration_vs_{over}": self.iteration_speedup(over) for over in others},
+                **{f"optimizer_vs_{baseline}": self.optimizer_speedup(baseline) for baseline in baselines},
+                **{f"iteration_vs_{baseline}": self.iteration_speedup(baseline) for baseline in baselines},
                 "overhead_over_adamw": self.overhead(self.strategy),
             },
             "compared": [
@@ -251,7 +252,7 @@ def study_run(
         for name in PLANNED
     }
     load_balance, memory = balance(plan), plan_memory(config, layout, plan)
-    memories = {name: memory if each is plan else plan_memory(config, layout, each) for name, each in plans.items()}
+    memories = {name: memory if other is plan else plan_memory(config, layout, other) for name, other in plans.items()}
     strategies: dict[str, SimulatedStrategy] = {
         name: _simulate(with_cores(config), layout, plans, memories, name, load_balance.slowest.stage)
         for name in STRATEGIES
@@ -280,19 +281,20 @@ def _simulate(
 ) -> SimulatedStrategy:
     loads: Sequence[float] | None = None
     if strategy in plans:
-        plan_of = plans[strategy]
-        result, memory = simulate_plan(config, layout, plan_of), memories[strategy].total
-        loads = plan_of.loads(stage)
+        plan = plans[strategy]
+        result = simulate_plan(config, layout, plan)
+        memory_bytes = memories[strategy].total
+        loads = plan.loads(stage)
     else:
         plan = plans[config.engine.strategy]
         result = simulate_strategy(config, layout, strategy, plan.matrices)
-        memory = estimate(with_strategy(config, strategy), layout).total
+        memory_bytes = estimate(with_strategy(config, strategy), layout).total
         if strategy == "layerwise":
             loads = _layerwise_loads(config, layout, plan, stage)
     return SimulatedStrategy(
         result=result,
-        memory_bytes=memory,
-        fits=memory <= capacity(config),
+        memory_bytes=memory_bytes,
+        fits=memory_bytes <= capacity(config),
         loads=None if loads is None else tuple(loads),
     )
 

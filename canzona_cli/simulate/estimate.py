@@ -14,7 +14,7 @@ from canzona_cli.costs.buffers import bucket_elements, stage_weights
 from canzona_cli.costs.links import Groups, Links
 from canzona_cli.costs.model import NormClip, hop, passes, units_taken
 from canzona_cli.costs.modules import dispatch
-from canzona_cli.costs.sharing import shares
+from canzona_cli.costs.sharing import shared_costs
 from canzona_cli.costs.update import adamw_seconds, algorithm_of, step_factor, update_costs
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.planner.attempt import bucket_limits
@@ -29,15 +29,16 @@ def estimated_step_seconds(config: RunConfig, layout: Layout) -> float:
     seconds."""
     execution = config.execution
     times, hop_s = passes(config, layout), hop(config, layout).seconds
-    stages = [sum(forward + backward + 2 * hop_s for forward, backward in chunks) for chunks in times]
-    passes_s = layout.num_microbatches * max(stages) + (sum(stages) - max(stages)) / layout.vpp
+    stages_s = [sum(forward + backward + 2 * hop_s for forward, backward in chunks) for chunks in times]
+    passes_s = layout.num_microbatches * max(stages_s) + (sum(stages_s) - max(stages_s)) / layout.vpp
     exposed_s = _exposed_s(config, layout, times[0])
     weights = stage_weights(config, layout, 0)
     if execution.everywhere:
-        others, everything = weights.others, weights.matrices + weights.others
+        adamw, all_elements = weights.others, weights.matrices + weights.others
     else:
-        others, everything = (weights.share(layout, matrices=matrices) for matrices in (False, True))
-    clip_s = NormClip(config, layout).seconds(everything, others)
+        adamw = weights.share(layout, matrices=False)
+        all_elements = weights.share(layout, matrices=True)
+    clip_s = NormClip(config, layout).seconds(all_elements, adamw)
     adamw_s = step_factor(config, "adamw_update") * adamw_seconds(weights.adamw(execution, layout), config.cluster)
     updates_s = adamw_s + _updates_s(config, layout)
     return passes_s + exposed_s + seconds_after_reduction(config, layout, 0) + clip_s + updates_s
@@ -51,17 +52,17 @@ def _exposed_s(config: RunConfig, layout: Layout, passes_s: Sequence[tuple[float
             model chunks.
     """
     traffic, parallel = _traffic(config, replace(layout.bare, vpp=1)), config.parallel
-    reduced, gathered = traffic.reduced_s, traffic.gathered_s
+    reduced_s, gathered_s = traffic.reduced_s, traffic.gathered_s
     if not parallel.overlap_grad_reduce:
-        return reduced + gathered
+        return reduced_s + gathered_s
     if config.model.num_experts:
         # The first chunk may have fewer layers than the others.
         forward_s, backward_s = map(fmean, zip(*passes_s, strict=True))
         return max(traffic.last_s, _exposed_with_experts(config, layout, traffic, (forward_s, backward_s)))
     forward_s, backward_s = passes_s[0]
     if parallel.overlap_param_gather:
-        gathered = max(0.0, gathered / layout.vpp - forward_s)
-    return max(traffic.last_s, reduced / layout.vpp - backward_s) + gathered
+        gathered_s = max(0.0, gathered_s / layout.vpp - forward_s)
+    return max(traffic.last_s, reduced_s / layout.vpp - backward_s) + gathered_s
 
 
 def _exposed_with_experts(
@@ -103,14 +104,15 @@ def _exposed_with_experts(
 def _bucket_sizes(config: RunConfig, layout: Layout) -> tuple[int, ...]:
     """Returns the bucket sizes to try, in elements."""
     default = bucket_elements(config, layout) or 1
-    free = config.parallel.bucket_elements is None and config.cluster.device == "cuda"
-    return bucket_limits(default) if free and config.execution is Execution.PLANNED else (default,)
+    chooses_size = config.parallel.bucket_elements is None and config.cluster.device == "cuda"
+    return bucket_limits(default) if chooses_size and config.execution is Execution.PLANNED else (default,)
 
 
 def _link_use_s(config: RunConfig, layout: Layout) -> float:
     """Returns the seconds for which a micro-batch's pass through a model chunk uses the link of data-parallel
     traffic, as the mean over the first stage's model chunks, including the transfer to the next stage."""
-    link, transfers = Groups.of(layout, config.cluster).experts.link, [(1.0, hop(config, layout))]
+    link = Groups.of(layout, config.cluster).experts.link
+    transfers = [(1.0, hop(config, layout))]
     if layout.ep > 1:
         layers = stage_layers(config.model.num_layers, layout, 0) / layout.vpp
         transfers.append((2 * layers, dispatch(config, layout)))
@@ -138,14 +140,14 @@ def _traffic(config: RunConfig, layout: Layout) -> _Traffic:
     cluster, execution = config.cluster, config.execution
     links, groups = Links(cluster=cluster), Groups.of(layout, cluster)
     weights = stage_weights(config, layout, 0)
-    width, grad = config.train.weight_bytes, config.train.gradient_bytes
+    weight_bytes, gradient_bytes = config.train.weight_bytes, config.train.gradient_bytes
     embedding = config.model.vocab_size * config.model.hidden_size // layout.tp
     reducing, gathering = step_factor(config, "grad_reduce"), step_factor(config, "param_gather")
     reduce = links.all_reduce if execution.everywhere else links.reduce_scatter
-    everything = weights.matrices + weights.others
-    parts = (everything - weights.experts, groups.data), (weights.experts, groups.experts)
-    reductions = [reduce(elements * grad, group) for elements, group in parts]
-    gatherings = [links.all_gather(elements * width, group) for elements, group in parts]
+    all_elements = weights.matrices + weights.others
+    parts = (all_elements - weights.experts, groups.data), (weights.experts, groups.experts)
+    reductions = [reduce(elements * gradient_bytes, group) for elements, group in parts]
+    gatherings = [links.all_gather(elements * weight_bytes, group) for elements, group in parts]
     if execution.everywhere:
         gathering = 0.0
     if weights.experts:
@@ -156,7 +158,7 @@ def _traffic(config: RunConfig, layout: Layout) -> _Traffic:
         weights.experts or weights.matrices,
         reducing * sum(transfer.seconds for transfer in reductions),
         reducing * reductions[1].latency_s,
-        reducing * reduce(embedding * grad, groups.data).seconds,
+        reducing * reduce(embedding * gradient_bytes, groups.data).seconds,
         gathering * sum(transfer.seconds for transfer in gatherings),
         gathering * gatherings[1].latency_s,
     )
@@ -170,8 +172,8 @@ def _updates_s(config: RunConfig, layout: Layout) -> float:
     layers, ranks = most_layers(config.model.num_layers, layout), layout.world_size // layout.tp
     one_stage = replace(layout.bare, pp=1, vpp=1, dp=ranks, global_batch_size=ranks)
     if execution is Execution.PLANNED:
-        layer_s, pieces = _planned_layer(config, one_stage)
-        return max(layers * layer_s / layout.cells, _packing_bound_s(pieces, layers, layout.cells))
+        layer_s, matrices_s = _planned_layer(config, one_stage)
+        return max(layers * layer_s / layout.cells, _packing_bound_s(matrices_s, layers, layout.cells))
     dense_s, experts_s = _duplicated_layer(config, one_stage)
     if execution is Execution.LAYERWISE:
         return layers * (dense_s / layout.owners + experts_s / layout.cells)
@@ -203,11 +205,12 @@ def _planned_layer(config: RunConfig, layout: Layout) -> tuple[float, tuple[floa
     members = matrices_of(replace(config.model, num_layers=1), layout, splitting_of(config))
     factor = step_factor(config, "matrix_update")
     packing_s = HostedPipeline.of(config, layout).packing_s if layout.tp > 1 else 0.0
-    possible = shares(config, algorithm_of(config), layout, members)
-    everything, pieces = 0.0, []
+    possible = shared_costs(config, algorithm_of(config), layout, members)
+    layer_s = 0.0
+    matrices_s: list[float] = []
     for matrix, cost in zip(members, update_costs(config, members), strict=True):
         parts = [factor * possible[matrix.index].each] if matrix.index in possible else []
         packed_s = packing_s if matrix.expert_rank is None else 0.0
-        everything += min([factor * cost + matrix.elements * packed_s, *(layout.tp * part for part in parts)])
-        pieces.append(min([factor * cost, *parts]))
-    return everything, tuple(pieces)
+        layer_s += min([factor * cost + matrix.elements * packed_s, *(layout.tp * part for part in parts)])
+        matrices_s.append(min([factor * cost, *parts]))
+    return layer_s, tuple(matrices_s)

@@ -95,7 +95,7 @@ class IterationTimeline:
         self._layout, self._stages = layout, stages
         self._overlap_reduce, self._overlap_gather = overlap_reduce, overlap_gather
         self._ahead, self._timeline = ahead, timeline
-        self._last = [0] * len(stages)
+        self._last_tasks = [0] * len(stages)
         """The last task added to each stage's compute stream."""
         self._gathered: list[dict[int, int]] = [{} for _ in stages]
         """The task, by stage and chunk, of each gathering that has started."""
@@ -120,20 +120,20 @@ class IterationTimeline:
         slowed_by: dict[Hashable, list[Hashable]] = {
             ("compute", stage): [(stream, stage) for stream in STREAMS] for stage in range(layout.pp)
         }
-        ran = self._timeline.run_slowed(slowed_by, units)
-        self._computed = [ran[last].end for last in self._last]
+        task_times = self._timeline.run_slowed(slowed_by, units)
+        self._computed_s = [task_times[task].end for task in self._last_tasks]
         self._streams: dict[Hashable, list[tuple[str, TaskTimes, str | None]]] = {}
-        for task, when in zip(self._timeline.tasks, ran, strict=True):
-            held_by = None if when.held_by is None else self._timeline.tasks[when.held_by].phase
-            self._streams.setdefault(task.stream, []).append((task.phase, when, held_by))
+        for task, times in zip(self._timeline.tasks, task_times, strict=True):
+            held_by = None if times.held_by is None else self._timeline.tasks[times.held_by].phase
+            self._streams.setdefault(task.stream, []).append((task.phase, times, held_by))
         # The time at which each stage's last reduction ends, or its backward pass if that ends later.
         reduced = [
-            max([computed, *(ran[index].end for index in reducing)])
-            for computed, reducing in zip(self._computed, self._reducing, strict=True)
+            max([computed, *(task_times[task].end for task in reducing)])
+            for computed, reducing in zip(self._computed_s, self._reducing, strict=True)
         ]
-        later_s = max((end for end, work in zip(reduced, stages, strict=True) if work.shares_embedding), default=0.0)
+        shared_s = max((end for end, work in zip(reduced, stages, strict=True) if work.shares_embedding), default=0.0)
         self.reduced_s = [
-            (max(end, later_s) if work.shares_embedding else end) + work.tail_s
+            (max(end, shared_s) if work.shares_embedding else end) + work.tail_s
             for end, work in zip(reduced, stages, strict=True)
         ]
         """The time at which each stage's gradients have been reduced."""
@@ -156,7 +156,7 @@ class IterationTimeline:
             dispatch_s = self._layout.num_microbatches * sum(moves[index].seconds for moves in dispatches)
             seconds[direction] -= dispatch_s
             seconds["dispatch"] += dispatch_s
-        seconds["grad_reduce"] += self.reduced_s[stage] - self._computed[stage]
+        seconds["grad_reduce"] += self.reduced_s[stage] - self._computed_s[stage]
         seconds["grad_reduce_total"] = max(seconds["grad_reduce"], totals["grad_reduce"] + self._stages[stage].tail_s)
         seconds["param_gather_total"] = totals["param_gather"]
         return seconds
@@ -174,16 +174,16 @@ class IterationTimeline:
         whose output it needs."""
         schedules = [_one_f_one_b(self._layout, stage) for stage in range(self._layout.pp)]
         receives = [_receives(steps, together=self._layout.vpp > 1) for steps in schedules]
-        for stage, of_stage in enumerate(receives):
-            self._post_receives(stage, of_stage.get((-1, True), ()))
-        done = [0] * len(schedules)
-        while any(count < len(steps) for count, steps in zip(done, schedules, strict=True)):
-            for stage, (steps, of_stage) in enumerate(zip(schedules, receives, strict=True)):
-                while done[stage] < len(steps) and self._arrived(stage, steps[done[stage]]):
-                    index = done[stage]
-                    self._pass(stage, steps[index], of_stage.get((index, False), ()))
-                    self._post_receives(stage, of_stage.get((index, True), ()))
-                    done[stage] += 1
+        for stage, receives_of_stage in enumerate(receives):
+            self._post_receives(stage, receives_of_stage.get((-1, True), ()))
+        passes_added = [0] * len(schedules)
+        while any(count < len(steps) for count, steps in zip(passes_added, schedules, strict=True)):
+            for stage, (steps, receives_of_stage) in enumerate(zip(schedules, receives, strict=True)):
+                while passes_added[stage] < len(steps) and self._arrived(stage, steps[passes_added[stage]]):
+                    index = passes_added[stage]
+                    self._pass(stage, steps[index], receives_of_stage.get((index, False), ()))
+                    self._post_receives(stage, receives_of_stage.get((index, True), ()))
+                    passes_added[stage] += 1
         for stage, send in enumerate(self._unawaited):
             if send is not None:
                 self._compute_task(stage, "pipeline", after=[send])
@@ -200,15 +200,15 @@ class IterationTimeline:
             source = self._source(stage, step)
             if source is not None:
                 message = step.direction, source, step.micro
-                self._posted[message] = self._last[stage]
+                self._posted[message] = self._last_tasks[stage]
                 if message in self._sent:
-                    self._timeline.add_dependency(self._sent[message], self._last[stage])
+                    self._timeline.add_dependency(self._sent[message], self._last_tasks[stage])
 
     def _source(self, stage: int, step: _Pass) -> int | None:
         """Returns the index in the whole model of the model chunk whose output a pass needs; None at the ends
         of the model."""
-        part = step.chunk * self._layout.pp + stage + (-1 if step.direction == "forward" else 1)
-        return part if 0 <= part < self._layout.pp * self._layout.vpp else None
+        model_chunk = step.chunk * self._layout.pp + stage + (-1 if step.direction == "forward" else 1)
+        return model_chunk if 0 <= model_chunk < self._layout.pp * self._layout.vpp else None
 
     def _pass(self, stage: int, step: _Pass, receiving: Sequence[_Pass]) -> None:
         """Adds the tasks of a pass, in this order: receive, gatherings, computation, send.
@@ -217,18 +217,18 @@ class IterationTimeline:
             receiving: the passes whose receives are posted together with the send of this pass.
         """
         time, layout, direction = self._stages[stage].time, self._layout, step.direction
-        first = direction == "forward" and step.micro == 0
-        last = direction == "backward" and step.micro == layout.num_microbatches - 1
+        is_first = direction == "forward" and step.micro == 0
+        is_last = direction == "backward" and step.micro == layout.num_microbatches - 1
         source = self._source(stage, step)
         if source is not None:
             self._compute_task(stage, "pipeline", after=[self._sent[direction, source, step.micro]])
         if self._stages[stage].aligned and step.gathers is not None:
             self._gather_chunk(stage, step.gathers)
-        if first or last:
+        if is_first or is_last:
             self._compute_task(stage, direction, time.pass_s)
-        if first:
+        if is_first:
             self._first_forward(stage, step.chunk)
-        elif last:
+        elif is_last:
             self._last_backward(stage, step.chunk)
         else:
             index = int(direction == "backward")
@@ -237,9 +237,9 @@ class IterationTimeline:
             else:
                 self._compute_task(stage, direction, time.passes[step.chunk][index])
         self._post_receives(stage, receiving)
-        part = step.chunk * layout.pp + stage
-        if part != (layout.pp * layout.vpp - 1 if direction == "forward" else 0):
-            message = direction, part, step.micro
+        model_chunk = step.chunk * layout.pp + stage
+        if model_chunk != (layout.pp * layout.vpp - 1 if direction == "forward" else 0):
+            message = direction, model_chunk, step.micro
             posted = [self._posted[message]] if message in self._posted else []
             send = self._timeline.add(
                 "pipeline",
@@ -248,7 +248,7 @@ class IterationTimeline:
                 link=(stage, time.hop.link),
                 link_s=time.hop.link_s,
                 cores=time.hop.cores * self._layout.owners * layout.tp,
-                after=[self._last[stage], *posted],
+                after=[self._last_tasks[stage], *posted],
             )
             self._sent[message] = send
             awaited: int | None = send
@@ -265,18 +265,18 @@ class IterationTimeline:
         """
         work = self._stages[stage]
         time, chunks = work.time, work.chunks
-        chain = range(len(chunks))[::-1] if work.chain is None else work.chain
-        follows = {} if work.aligned else dict(zip(chain, chain[self._ahead :], strict=False))
-        needed: dict[int, list[int]] = {}
-        for index, chunk in enumerate(chunks):
-            needed.setdefault(chunk.module, []).insert(0, index)
+        order = range(len(chunks))[::-1] if work.chain is None else work.chain
+        next_gathered = {} if work.aligned else dict(zip(order, order[self._ahead :], strict=False))
+        chunks_of_module: dict[int, list[int]] = {}
+        for index, chunk in reversed(list(enumerate(chunks))):
+            chunks_of_module.setdefault(chunk.module, []).append(index)
         for place in time.places[model_chunk]:
-            awaited = [self._last[stage]]
-            for index in needed.get(place, ()) if self._overlap_gather else ():
+            awaited = [self._last_tasks[stage]]
+            for index in chunks_of_module.get(place, ()) if self._overlap_gather else ():
                 self._gather(stage, index, awaited)
                 awaited.append(self._gathered[stage][index])
-                if index in follows:
-                    self._gather(stage, follows[index], awaited)
+                if index in next_gathered:
+                    self._gather(stage, next_gathered[index], awaited)
             self._module(stage, "forward", time.modules[place], awaited[1:])
 
     def _gather_chunk(self, stage: int, model_chunk: int) -> None:
@@ -284,7 +284,7 @@ class IterationTimeline:
         places = self._stages[stage].time.places[model_chunk]
         for index, chunk in enumerate(self._stages[stage].chunks):
             if chunk.module in places:
-                self._gather(stage, index, [self._last[stage]])
+                self._gather(stage, index, [self._last_tasks[stage]])
 
     def _gather(self, stage: int, index: int, after: Sequence[int]) -> None:
         """Starts gathering a chunk, unless its gathering has already started."""
@@ -296,13 +296,13 @@ class IterationTimeline:
         """Adds the last backward pass module by module. The reduction of a bucket starts after the module
         that completes it or, if reductions do not overlap, at the end of the backward pass."""
         time = self._stages[stage].time
-        ready: dict[int, list[Chunk]] = {}
+        completed_by: dict[int, list[Chunk]] = {}
         for chunk in self._stages[stage].chunks:
-            ready.setdefault(chunk.module if self._overlap_reduce else 0, []).append(chunk)
+            completed_by.setdefault(chunk.module if self._overlap_reduce else 0, []).append(chunk)
         for place in reversed(time.places[model_chunk]):
             self._module(stage, "backward", time.modules[place], ())
-            for chunk in ready.get(place, ()):
-                self._reducing[stage].append(self._transfer(chunk, stage, "grad_reduce", [self._last[stage]]))
+            for chunk in completed_by.get(place, ()):
+                self._reducing[stage].append(self._transfer(chunk, stage, "grad_reduce", [self._last_tasks[stage]]))
 
     def _module(self, stage: int, direction: Direction, module: Module, after: Sequence[int]) -> None:
         seconds = module.forward_s if direction == "forward" else module.backward_s + module.again_s
@@ -316,7 +316,7 @@ class IterationTimeline:
             # Two tasks, because computing and communicating keep different numbers of cores busy.
             self._compute_task(stage, direction, seconds, after)
             seconds, after = 0.0, ()
-        self._last[stage] = self._timeline.add(
+        self._last_tasks[stage] = self._timeline.add(
             direction,
             ("compute", stage),
             seconds=seconds + moves.latency_s,
@@ -327,7 +327,7 @@ class IterationTimeline:
         )
 
     def _compute_task(self, stage: int, phase: str, seconds: float = 0.0, after: Sequence[int] = ()) -> None:
-        self._last[stage] = self._timeline.add(
+        self._last_tasks[stage] = self._timeline.add(
             phase,
             ("compute", stage),
             seconds=seconds,
@@ -354,18 +354,18 @@ class IterationTimeline:
         """Yields (phase, start, end) of the stage's data-parallel transfers. A transfer starts no earlier
         than the previous one ends, so that time in which several streams transfer is counted once."""
         transfers = [entry for stream in STREAMS for entry in self._streams.get((stream, stage), ())]
-        reached = 0.0
-        for phase, ran, _ in sorted(transfers, key=lambda entry: entry[1].start):
-            start, reached = max(ran.start, reached), max(ran.end, reached)
-            yield phase, start, reached
+        end = 0.0
+        for phase, times, _ in sorted(transfers, key=lambda entry: entry[1].start):
+            start, end = max(times.start, end), max(times.end, end)
+            yield phase, start, end
 
     def _compute(self, stage: int) -> Iterator[tuple[bool, str, float, float]]:
         """Yields the (waiting, phase, start, end) of the compute stream, without gaps. `waiting` is True for
         a wait, which has the phase of the task that ended it."""
-        for phase, ran, held_by in self._streams["compute", stage]:
+        for phase, times, held_by in self._streams["compute", stage]:
             if held_by is not None:
-                yield True, held_by, ran.ready, ran.start
-            yield False, phase, ran.start, ran.end
+                yield True, held_by, times.ready, times.start
+            yield False, phase, times.start, times.end
 
 
 def _receives(steps: Sequence[_Pass], *, together: bool) -> dict[tuple[int, bool], list[_Pass]]:
@@ -379,14 +379,16 @@ def _receives(steps: Sequence[_Pass], *, together: bool) -> dict[tuple[int, bool
     output of the previous pass in the same direction and receives from the other neighbour.
     """
     passes: dict[tuple[int, bool], list[_Pass]] = {}
-    last: dict[Direction, int] = {}
+    last_of_direction: dict[Direction, int] = {}
     for index, step in enumerate(steps):
-        if together:
-            earlier = (last[step.direction], False) if step.direction in last else (index - 1, True)
+        if not together:
+            moment = index - 1, index == 0 or steps[index - 1].direction == step.direction
+        elif step.direction in last_of_direction:
+            moment = last_of_direction[step.direction], False
         else:
-            earlier = (index - 1, index == 0 or steps[index - 1].direction == step.direction)
-        passes.setdefault(earlier, []).append(step)
-        last[step.direction] = index
+            moment = index - 1, True
+        passes.setdefault(moment, []).append(step)
+        last_of_direction[step.direction] = index
     return passes
 
 
@@ -400,18 +402,18 @@ def _one_f_one_b(layout: Layout, stage: int) -> list[_Pass]:
     pp, vpp, count = layout.pp, layout.vpp, layout.num_microbatches
     turns = [
         (chunk, micro)
-        for first in range(0, count, pp)
+        for start in range(0, count, pp)
         for chunk in range(vpp)
-        for micro in range(first, min(first + pp, count))
+        for micro in range(start, min(start + pp, count))
     ]
     # Stage n starts a gathering n passes earlier in its schedule than stage 0, so that all stages start it at
     # about the same time.
     gathers = [chunk + 1 if 0 < chunk < vpp - 1 and micro == 0 else None for chunk, micro in turns[stage:]]
     forwards = [_Pass("forward", chunk, micro, gathers=index) for (chunk, micro), index in zip_longest(turns, gathers)]
-    ahead = warmup_forwards(layout, stage)
+    warm_up = warmup_forwards(layout, stage)
     backwards = [
-        _Pass("backward", vpp - 1 - chunk, micro, waits=vpp == 1 or index >= len(turns) - ahead)
+        _Pass("backward", vpp - 1 - chunk, micro, waits=vpp == 1 or index >= len(turns) - warm_up)
         for index, (chunk, micro) in enumerate(turns)
     ]
-    pairs = zip(forwards[ahead:], backwards, strict=False)
-    return [*forwards[:ahead], *chain.from_iterable(pairs), *backwards[len(forwards) - ahead :]]
+    pairs = zip(forwards[warm_up:], backwards, strict=False)
+    return [*forwards[:warm_up], *chain.from_iterable(pairs), *backwards[len(forwards) - warm_up :]]

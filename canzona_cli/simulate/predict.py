@@ -112,17 +112,17 @@ def assign_layerwise(
     buckets: list[Bucket] = []
     bucket_counts = Counter[int]()
     for pool in pools(matrices):
-        everything, shard_count = pool_parameters(matrices, pool, layout.tp), layout.reducers(pool.expert_rank)
-        for chunk in reversed(range(layout.vpp)):
-            parameters = [parameter for parameter in everything if parameter.chunk == chunk]
+        all_parameters, shard_count = pool_parameters(matrices, pool, layout.tp), layout.reducers(pool.expert_rank)
+        for model_chunk in reversed(range(layout.vpp)):
+            parameters = [parameter for parameter in all_parameters if parameter.chunk == model_chunk]
             sizes = [parameter.elements for parameter in parameters]
             for bucket in lay_out(sizes, shard_count, bucket_elements if pool.stage == 0 else None):
-                shares = [[parameters[index] for index in shard] for shard in bucket.shards]
-                for owner, parameters_of_owner in enumerate(shares):
+                shards = [[parameters[index] for index in shard] for shard in bucket.shards]
+                for owner, parameters_of_owner in enumerate(shards):
                     cell = pool.cell(owner, layout)
                     for index in (index for parameter in parameters_of_owner for index in parameter.matrices):
                         cells[index] = cell
-                buckets.append(even_bucket(shares, pool, bucket_counts[pool.stage]))
+                buckets.append(even_bucket(shards, pool, bucket_counts[pool.stage]))
                 bucket_counts[pool.stage] += 1
     return Assignment(cells=tuple(cells)), tuple(buckets)
 
@@ -161,9 +161,10 @@ class Outlook:
 
 def outlook(config: RunConfig, layout: Layout, iteration_s: float) -> Outlook:
     """Computes the outlook of a resolved run whose steps take `iteration_s` each."""
-    train, keep = config.train, config.checkpoint
+    train, checkpoint = config.train, config.checkpoint
     tokens_per_s = layout.global_batch_size * train.seq_length / iteration_s
-    per_gpu, saved = tokens_per_s / layout.world_size, checkpoint_bytes(config)
+    per_gpu = tokens_per_s / layout.world_size
+    saved_bytes = checkpoint_bytes(config)
     machines = config.cluster.nodes or -(-layout.world_size // config.cluster.gpus_per_node)
     return Outlook(
         tokens_per_s=tokens_per_s,
@@ -171,9 +172,9 @@ def outlook(config: RunConfig, layout: Layout, iteration_s: float) -> Outlook:
         mfu=per_gpu * flops_per_token(config.model, train.seq_length) / (config.cluster.bf16_tflops * 1e12),
         training_s=train.steps * iteration_s,
         gpu_hours=layout.world_size * train.steps * iteration_s / 3600,
-        checkpoint_bytes=saved,
-        checkpoints_kept=keep.keep + (train.steps // keep.keep_every if keep.keep_every else 0),
-        host_bytes=round(saved / machines),
+        checkpoint_bytes=saved_bytes,
+        checkpoints_kept=checkpoint.keep + (train.steps // checkpoint.keep_every if checkpoint.keep_every else 0),
+        host_bytes=round(saved_bytes / machines),
     )
 
 
@@ -212,10 +213,10 @@ class IterationParts:
     """The rest of the iteration."""
 
     @property
-    def limits(self) -> list[tuple[str, float]]:
+    def overheads(self) -> list[tuple[str, float]]:
         """The (label, seconds) of every part except compute, from the longest to the shortest."""
         named = [(LABELS[field.name], getattr(self, field.name)) for field in fields(self)[1:]]
-        return sorted(named, key=lambda limit: -limit[1])
+        return sorted(named, key=lambda part: -part[1])
 
 
 def divide_iteration(config: RunConfig, layout: Layout, result: StrategyResult) -> IterationParts:

@@ -94,7 +94,8 @@ class _Simulation:
         cluster, stages = config.cluster, range(layout.pp)
         machines = Groups.of(layout, cluster).world.machines
         cores = None if cluster.cores is None else float(cluster.cores * machines)
-        chunks, orders = [self._chunks(stage) for stage in stages], [GatheringOrder() for _ in stages]
+        chunks = [self._chunks(stage) for stage in stages]
+        orders = [GatheringOrder() for _ in stages]
         overlap_gather = overlaps_param_gather(config)
         overlapped = None
         if self._planned and overlap_gather:
@@ -105,13 +106,13 @@ class _Simulation:
             ]
         # The updates are simulated first, because they determine how much gathering is left for the forward
         # pass.
-        self._cells, windows = UpdatePhase(config, layout, workload, cores=cores).run(overlapped)
+        self._cells, windows_s = UpdatePhase(config, layout, workload, cores=cores).run(overlapped)
         self._early_s = [0.0] * layout.pp
         """The seconds of gathering that overlaps with updates, by stage."""
         if overlapped is not None:
-            for stage, window in enumerate(windows):
+            for stage, window_s in enumerate(windows_s):
                 chunks[stage], self._early_s[stage] = _subtract_early_gathering(
-                    chunks[stage], orders[stage].overlapped, window
+                    chunks[stage], orders[stage].overlapped, window_s
                 )
         self._iteration = IterationTimeline(
             layout,
@@ -135,32 +136,32 @@ class _Simulation:
         """Places norm and clipping between the reduction of gradients and the updates, and computes when each
         cell is done."""
         norm_clip, reduced_s = NormClip(self._config, self._layout), self._iteration.reduced_s
-        read_s, scaled_s = crowd * norm_clip.norm_element_s, crowd * norm_clip.clip_element_s
+        norm_element_s, clip_element_s = crowd * norm_clip.norm_element_s, crowd * norm_clip.clip_element_s
         packed = [(reduced_s[cell.team.stage] + cell.update.packed_s, cell.team.elements) for cell in self._cells]
-        normed = max(end + elements * read_s for end, elements in packed) + norm_clip.all_reduce_s
-        self._clipped = [normed + cell.team.clipped * scaled_s for cell in self._cells]
+        normed_s = max(end_s + elements * norm_element_s for end_s, elements in packed) + norm_clip.all_reduce_s
+        self._clipped_s = [normed_s + cell.team.clipped * clip_element_s for cell in self._cells]
         """The time at which each cell's gradients have been clipped."""
-        self._updated = [end + cell.seconds for end, cell in zip(self._clipped, self._cells, strict=True)]
+        self._updated_s = [end_s + cell.seconds for end_s, cell in zip(self._clipped_s, self._cells, strict=True)]
         """The time at which each cell's last matrix has been updated."""
-        last = [0.0] * self._layout.pp
-        for cell, end in zip(self._cells, self._updated, strict=True):
-            last[cell.team.stage] = max(last[cell.team.stage], end)
-        self._done = [end + gather_s for end, gather_s in zip(last, self._gather_s, strict=True)]
+        slowest_s = [0.0] * self._layout.pp
+        for cell, updated_s in zip(self._cells, self._updated_s, strict=True):
+            slowest_s[cell.team.stage] = max(slowest_s[cell.team.stage], updated_s)
+        self._done_s = [updated_s + gather_s for updated_s, gather_s in zip(slowest_s, self._gather_s, strict=True)]
         """The time at which each stage's slowest rank has finished its updates and gathered parameters."""
         # At the end of the step, ranks agree on its result.
-        self._end = max(self._done) + norm_clip.all_reduce_s
-        before = [self._iteration.phases(stage) for stage in range(self._layout.pp)]
-        self._phases = [self._phases_of(index, before[cell.team.stage]) for index, cell in enumerate(self._cells)]
+        self._end_s = max(self._done_s) + norm_clip.all_reduce_s
+        passes = [self._iteration.phases(stage) for stage in range(self._layout.pp)]
+        self._phases = [self._phases_of(index, passes[cell.team.stage]) for index, cell in enumerate(self._cells)]
         """The seconds of each phase, by cell."""
 
     def result(self) -> StrategyResult:
-        cells, updated = self._cells, self._updated
-        slowest = _latest([end + self._gather_s[cell.team.stage] for end, cell in zip(updated, cells, strict=True)])
-        first = min(range(len(cells)), key=lambda index: (updated[index], index))
-        indices = [slowest, first] if updated[first] < updated[slowest] else [slowest]
+        cells, updated_s = self._cells, self._updated_s
+        slowest = _latest([end + self._gather_s[cell.team.stage] for end, cell in zip(updated_s, cells, strict=True)])
+        fastest = min(range(len(cells)), key=lambda index: (updated_s[index], index))
+        indices = [slowest, fastest] if updated_s[fastest] < updated_s[slowest] else [slowest]
         return StrategyResult(
             strategy=self._workload.strategy,
-            iteration_s=self._end,
+            iteration_s=self._end_s,
             optimizer_s=self._optimizer_s(),
             phases=MappingProxyType(_sort_phases(self._phases[slowest])),
             mean_phases=MappingProxyType(self._mean_phases()),
@@ -169,20 +170,20 @@ class _Simulation:
             make_events=lambda: tuple(event for index in indices for event in self._events(index)),
         )
 
-    def _phases_of(self, index: int, before: Mapping[str, float]) -> dict[str, float]:
-        cell, phases = self._cells[index], dict(before)
+    def _phases_of(self, index: int, phases_before: Mapping[str, float]) -> dict[str, float]:
+        cell, phases = self._cells[index], dict(phases_before)
         # Without overlap the stage gathers once its slowest rank is done; waiting for that rank is attributed
         # to gathering.
-        gathered = self._done[cell.team.stage] - self._updated[index] if self._gather_s[cell.team.stage] else 0.0
+        gathered_s = self._done_s[cell.team.stage] - self._updated_s[index] if self._gather_s[cell.team.stage] else 0.0
         packed_s = cell.update.packed_s
-        phases["norm_clip"] = self._clipped[index] - self._iteration.reduced_s[cell.team.stage] - packed_s
+        phases["norm_clip"] = self._clipped_s[index] - self._iteration.reduced_s[cell.team.stage] - packed_s
         phases["exchange"] = cell.update.exchange_s + packed_s
         phases["exchange_total"] = cell.update.exchange_total_s
         phases["matrix_update"] = cell.update.matrix_update_s
         phases["adamw_update"] = cell.adamw_s
-        phases["param_gather"] += gathered
-        phases["param_gather_total"] += gathered + self._early_s[cell.team.stage]
-        phases["other"] += self._end - self._updated[index] - gathered
+        phases["param_gather"] += gathered_s
+        phases["param_gather_total"] += gathered_s + self._early_s[cell.team.stage]
+        phases["other"] += self._end_s - self._updated_s[index] - gathered_s
         return phases
 
     def _optimizer_s(self) -> float:
@@ -192,9 +193,9 @@ class _Simulation:
         norm_clip, or of grad_reduce for a tied embedding. The time is that of the cell whose gathering ends
         last, which need not be in the stage whose updates end last.
         """
-        ends = [end + phases["param_gather"] for end, phases in zip(self._updated, self._phases, strict=True)]
-        last = _latest(ends)
-        return self._updated[last] - max(self._iteration.reduced_s) + self._phases[last]["param_gather"]
+        ends_s = [end_s + phases["param_gather"] for end_s, phases in zip(self._updated_s, self._phases, strict=True)]
+        latest = _latest(ends_s)
+        return self._updated_s[latest] - max(self._iteration.reduced_s) + self._phases[latest]["param_gather"]
 
     def _stage_work(self, stage: int, chunks: Sequence[Chunk], order: GatheringOrder) -> StageWork:
         config, layout = self._config, self._layout
@@ -216,7 +217,7 @@ class _Simulation:
         config, layout, execution = self._config, self._layout, self._config.execution
         buffers = ChunkBuilder(config, layout, stage, stage_time(config, layout, stage), ReductionModel(config, layout))
         if execution.has_owners:
-            chunks = buffers.others(planned=self._planned)
+            chunks = buffers.adamw(planned=self._planned)
             chunks += buffers.matrices(self._workload.buckets, self._workload.matrices)
         else:
             chunks = buffers.everything(sharded=not execution.everywhere)
@@ -228,8 +229,8 @@ class _Simulation:
 
     def _order(self, stage: int, chunks: Sequence[Chunk]) -> GatheringOrder:
         """Returns the order in which a stage's chunks are gathered."""
-        others = len(chunks) - len(rank_buckets(self._workload.buckets, stage))
-        return GatheringOrder.of(chunks, others, stage_time(self._config, self._layout, stage).places)
+        adamw_count = len(chunks) - len(rank_buckets(self._workload.buckets, stage))
+        return GatheringOrder.of(chunks, adamw_count, stage_time(self._config, self._layout, stage).places)
 
     def _rank(self, cell: CellUpdate) -> int:
         """Returns the lowest rank that a cell represents. In rank numbers, tp varies fastest, then cp and dp,
@@ -247,22 +248,22 @@ class _Simulation:
 
     def _events(self, index: int) -> list[SimulatedEvent]:
         """Returns the timeline of the cell at `index`, as events of its first rank."""
-        cell, iteration, clipped = self._cells[index], self._iteration, self._clipped[index]
+        cell, iteration = self._cells[index], self._iteration
         rank, stage = self._rank(cell), cell.team.stage
+        clipped = self._clipped_s[index]
         segments: list[tuple[Stream, str, float, float]] = list(iteration.segments(stage))
         reduced = iteration.reduced_s[stage]
         segments.append(("compute", "norm_clip", reduced + cell.update.packed_s, clipped))
         # The engine runs AdamW first, so that the gathering of its parameters overlaps with the matrix
         # updates.
-        first = cell.adamw_s if self._planned else 0.0
-        begin = clipped + first
+        adamw_first_s = cell.adamw_s if self._planned else 0.0
+        begin = clipped + adamw_first_s
         for stream, phase, start, end in cell.update.segments:
             origin = begin if start >= 0 else reduced + cell.update.begun_s
             segments.append((stream, phase, origin + start, origin + end))
         updated = clipped + cell.seconds
-        segments.append(
-            ("compute", "adamw_update", *((clipped, begin) if first else (updated - cell.adamw_s, updated)))
-        )
+        adamw = (clipped, begin) if adamw_first_s else (updated - cell.adamw_s, updated)
+        segments.append(("compute", "adamw_update", *adamw))
         if self._early_s[stage]:
             segments.append(("data", "param_gather", begin, begin + self._early_s[stage]))
         if self._gather_s[stage]:
@@ -311,11 +312,12 @@ def refreshes(config: RunConfig, matrices: Sequence[Matrix], cells: Sequence[Cel
     by_rank: dict[tuple[int, Cell | None], list[Matrix]] = {}
     for matrix in matrices:
         by_rank.setdefault((matrix.stage, None if cells is None else cells[matrix.index]), []).append(matrix)
-    algorithm, seconds_of_ranks = algorithm_of(config), list[list[float]]()
+    algorithm = algorithm_of(config)
     shapes = {matrix.shape for matrix in matrices}  # few, even with many thousands of experts
-    steps_of = {shape: _seconds_in_period(algorithm, shape, config) for shape in shapes}
-    for of_rank in by_rank.values():
-        in_period = [steps_of[matrix.shape] for matrix in of_rank]
+    steps_of_shape = {shape: _seconds_in_period(algorithm, shape, config) for shape in shapes}
+    seconds_of_ranks = list[list[float]]()
+    for matrices_of_rank in by_rank.values():
+        in_period = [steps_of_shape[matrix.shape] for matrix in matrices_of_rank]
         seconds_of_ranks.append([sum(step) for step in zip(*in_period, strict=True)])
     return Refreshes(
         steps_s=tuple(max(step) for step in zip(*seconds_of_ranks, strict=True)),
@@ -343,22 +345,23 @@ def _average_over_steps(config: RunConfig, workload: Workload) -> Workload:
 
 
 def _subtract_early_gathering(
-    chunks: Sequence[Chunk], overlapped: Sequence[int], window: float
+    chunks: Sequence[Chunk], overlapped: Sequence[int], window_s: float
 ) -> tuple[list[Chunk], float]:
-    """Subtracts up to `window` seconds from the gathering of the `overlapped` chunks, in this order.
+    """Subtracts up to `window_s` seconds from the gathering of the `overlapped` chunks, in this order.
 
     Returns:
         All chunks, each with the seconds of gathering that are left for the forward pass; and the seconds
         that were subtracted.
     """
-    left, spent = list(chunks), 0.0
+    reduced = list(chunks)
+    spent_s = 0.0
     for index in overlapped:
         seconds = chunks[index].gather.seconds
-        done = min(seconds, window - spent)
-        spent += done
-        rest = Transfer(link=chunks[index].gather.link, link_s=seconds - done)
-        left[index] = replace(chunks[index], gather=rest)
-    return left, spent
+        done_s = min(seconds, window_s - spent_s)
+        spent_s += done_s
+        rest = Transfer(link=chunks[index].gather.link, link_s=seconds - done_s)
+        reduced[index] = replace(chunks[index], gather=rest)
+    return reduced, spent_s
 
 
 def _balance(cells: Sequence[CellUpdate]) -> float:
@@ -374,19 +377,17 @@ def _sort_phases(phases: Mapping[str, float]) -> dict[str, float]:
     return {name: phases[name] for name in names if name in phases}
 
 
-def _merge_segments(
-    segments: Sequence[tuple[Stream, str, float, float]],
-) -> list[tuple[Stream, str, float, float]]:
+def _merge_segments(segments: Sequence[tuple[Stream, str, float, float]]) -> list[tuple[Stream, str, float, float]]:
     """Sorts segments by start, and joins adjacent segments of the same stream and phase."""
     merged: list[tuple[Stream, str, float, float]] = []
-    last: dict[Stream, int] = {}
+    last_of_stream: dict[Stream, int] = {}
     for stream, phase, start, end in sorted(segments, key=lambda s: (s[2], s[3], s[0])):
         if end <= start:
             continue
-        before = last.get(stream)
-        if before is not None and merged[before][1] == phase and start <= merged[before][3] + 1e-9:
-            merged[before] = (stream, phase, merged[before][2], max(end, merged[before][3]))
+        previous = last_of_stream.get(stream)
+        if previous is not None and merged[previous][1] == phase and start <= merged[previous][3] + 1e-9:
+            merged[previous] = (stream, phase, merged[previous][2], max(end, merged[previous][3]))
             continue
-        last[stream] = len(merged)
+        last_of_stream[stream] = len(merged)
         merged.append((stream, phase, start, end))
     return merged

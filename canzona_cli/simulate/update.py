@@ -76,44 +76,41 @@ class UpdateModel:
     def __init__(self, config: RunConfig, layout: Layout, matrices: Sequence[Matrix], costs: Sequence[float]) -> None:
         self._matrices, self._costs, self._tp = matrices, costs, layout.tp
         self.pipeline = HostedPipeline.of(config, layout)
-        self._rate = memory_rate(config.cluster)
-        self._whole = config.execution is Execution.REDUNDANT
+        self._memory_rate = memory_rate(config.cluster)
+        self._updates_whole = config.execution is Execution.REDUNDANT
+        """True if every rank does all work on the whole matrix (canzona's sc)."""
         self._fragment_bytes = RULES[algorithm_of(config).name].fragment_bytes + config.train.weight_bytes
 
     def hosted(
-        self,
-        groups: Sequence[MicroGroup],
-        assignment: Assignment,
-        norm_s: float = 0.0,
-        first: Sequence[float] = (),
+        self, groups: Sequence[MicroGroup], assignment: Assignment, norm_s: float = 0.0, experts_s: Sequence[float] = ()
     ) -> tuple[RankUpdate, ...]:
         """Returns the update phase of each host of an owner's TP group.
 
         Args:
             norm_s: the seconds of norm, clipping and AdamW.
-            first: see `HostedPipeline.run`.
+            experts_s: see `HostedPipeline.run`.
         """
-        alone = SeparateDevices(self._tp, norm_s)
-        self.run_hosted(groups, assignment, alone, first)
-        return alone.results()
+        devices = SeparateDevices(self._tp, norm_s)
+        self.run_hosted(groups, assignment, devices, experts_s)
+        return devices.results()
 
     def duplicated(self, members: Sequence[int]) -> RankUpdate:
         """Returns the update phase of a TP rank that gathers and updates the matrices `members`, one after
         another."""
-        alone = SeparateDevices(1)
-        self.run_duplicated(members, alone)
-        return alone.results()[0]
+        device = SeparateDevices(1)
+        self.run_duplicated(members, device)
+        return device.results()[0]
 
     def run_hosted[Moment](
         self,
         groups: Sequence[MicroGroup],
         assignment: Assignment,
         ranks: Pipeline[Moment],
-        first: Sequence[float] = (),
+        experts_s: Sequence[float] = (),
     ) -> None:
         """Runs an owner's micro-groups on `ranks`."""
         jobs = [make_jobs(group.matrices, self._matrices, self._costs, assignment) for group in groups]
-        self.pipeline.run(jobs, ranks, first=first)
+        self.pipeline.run(jobs, ranks, experts_s=experts_s)
 
     def run_duplicated[Moment](self, members: Sequence[int], rank: Pipeline[Moment]) -> None:
         """Runs the updates of the matrices `members` on `rank`, which represents all ranks of its TP
@@ -128,12 +125,12 @@ class UpdateModel:
                 # Megatron gathers the fp32 update with its momentum; canzona's sc gathers the fp32 gradient.
                 gather = pipeline.links.all_gather(4.0 * matrix.elements, pipeline.group)
                 rank.wait(0, rank.exchange(gather.scaled(pipeline.exchanging)))
-                if self._whole:
+                if self._updates_whole:
                     packed = matrix.fragment_elements(self._tp) * (pipeline.buffer + FP32)
                     rank.work(0, "exchange", (packed + 2 * FP32 * matrix.elements) * pipeline.byte_s)
-            elementwise_s = (
-                0.0 if self._whole or matrix.replicated else matrix.elements * self._fragment_bytes / self._rate
-            )
+            elementwise_s = 0.0
+            if not (self._updates_whole or matrix.replicated):
+                elementwise_s = matrix.elements * self._fragment_bytes / self._memory_rate
             seconds = max(0.0, self._costs[index] - (1 - 1 / self._tp) * elementwise_s)
             rank.work(0, "matrix_update", pipeline.updating * seconds)
 
@@ -195,7 +192,7 @@ class SharedCores:
         self.begin = list(after)
         """The task of each host after which matrix updates begin: its task in `after`, or, once `norm` has
         been called, AdamW's update."""
-        self._first, self._last = list(after), list(after)
+        self._first_tasks, self._last_tasks = list(after), list(after)
         self._waits: list[list[int]] = [[task] for task in after]
         self._work: list[list[int]] = [[] for _ in range(hosts)]
         """The tasks of each host that pack or update."""
@@ -214,16 +211,16 @@ class SharedCores:
             (self._name, "exchange"),
             seconds=transfer.seconds,
             cores=transfer.cores * self._copies,
-            after=[task for waits in self._waits for task in waits] + self._last,
+            after=[task for waits in self._waits for task in waits] + self._last_tasks,
         )
         if transfer.seconds > 0:
             self._transfers.append(index)
         return index
 
     def norm(self) -> None:
-        packed = list(self._last)
-        for host in range(len(packed)):
-            self._waits[host] += packed
+        packing = list(self._last_tasks)
+        for host in range(len(packing)):
+            self._waits[host] += packing
             self._task(host, "norm_clip", self._norm_s)
             self.begin[host] = self._task(host, "adamw_update", self._adamw_s)
 
@@ -231,18 +228,19 @@ class SharedCores:
         """Adds a task after all work of a host; returns the task's index."""
         return self._task(host, "other", 0.0)
 
-    def results(self, ran: Sequence[TaskTimes]) -> tuple[RankUpdate, ...]:
+    def results(self, times: Sequence[TaskTimes]) -> tuple[RankUpdate, ...]:
         """Returns the update phase of each host, timed from the end of its task in `after`."""
         results = []
-        for work, first, begin, last in zip(self._work, self._first, self.begin, self._last, strict=True):
-            zero = ran[first].end
-            tasks: list[Segment] = [
-                ("compute", self._timeline.tasks[n].phase, ran[n].start - zero, ran[n].end - zero) for n in work
+        for tasks, first, begin, last in zip(self._work, self._first_tasks, self.begin, self._last_tasks, strict=True):
+            zero_s = times[first].end
+            segments: list[Segment] = [
+                ("compute", self._timeline.tasks[n].phase, times[n].start - zero_s, times[n].end - zero_s)
+                for n in tasks
             ]
             transfers: list[Segment] = [
-                ("exchange", "exchange", ran[n].start - zero, ran[n].end - zero) for n in self._transfers
+                ("exchange", "exchange", times[n].start - zero_s, times[n].end - zero_s) for n in self._transfers
             ]
-            results.append(_result(tasks, transfers, ran[begin].end - zero, ran[last].end - zero))
+            results.append(_result(segments, transfers, times[begin].end - zero_s, times[last].end - zero_s))
         return tuple(results)
 
     def _task(self, host: int, phase: str, seconds: float) -> int:
@@ -253,31 +251,31 @@ class SharedCores:
             cores=float(self._copies * self._ranks_per_host) if seconds > 0 else 0.0,
             after=self._waits[host],
         )
-        self._waits[host], self._last[host] = [], index
+        self._waits[host], self._last_tasks[host] = [], index
         return index
 
 
-def _result(segments: Sequence[Segment], transfers: Sequence[Segment], begun: float, end: float) -> RankUpdate:
+def _result(segments: Sequence[Segment], transfers: Sequence[Segment], begun_s: float, end_s: float) -> RankUpdate:
     """Adds up a rank's update phase from its segments.
 
     Args:
         segments: the rank's packing and updates.
         transfers: the exchanges of its TP group.
-        begun: the time at which norm, clipping and AdamW are done.
-        end: the time at which the rank is done.
+        begun_s: the time at which norm, clipping and AdamW are done.
+        end_s: the time at which the rank is done.
     """
-    updating = sum(stop - start for _, phase, start, stop in segments if phase == "matrix_update")
-    packing = sum(stop - start for _, phase, start, stop in segments if phase == "exchange")
-    packed = sum(stop - start for _, _, start, stop in segments if start < begun)
-    in_flight = sum(stop - start for _, _, start, stop in transfers)
-    exposed = end - begun - updating
+    updating_s = sum(stop - start for _, phase, start, stop in segments if phase == "matrix_update")
+    packing_s = sum(stop - start for _, phase, start, stop in segments if phase == "exchange")
+    packed_s = sum(stop - start for _, _, start, stop in segments if start < begun_s)
+    in_flight_s = sum(stop - start for _, _, start, stop in transfers)
+    exposed_s = end_s - begun_s - updating_s
     return RankUpdate(
-        matrix_update_s=updating,
-        exchange_s=exposed,
-        exchange_total_s=max(in_flight + packing, exposed + packed),
+        matrix_update_s=updating_s,
+        exchange_s=exposed_s,
+        exchange_total_s=max(in_flight_s + packing_s, exposed_s + packed_s),
         segments=tuple(
-            (stream, phase, start - begun, stop - begun) for stream, phase, start, stop in (*segments, *transfers)
+            (stream, phase, start - begun_s, stop - begun_s) for stream, phase, start, stop in (*segments, *transfers)
         ),
-        packed_s=packed,
-        begun_s=begun,
+        packed_s=packed_s,
+        begun_s=begun_s,
     )

@@ -42,7 +42,7 @@ class Team:
     """The micro-groups of strategies with hosts, in order; empty for other strategies."""
     members: tuple[int, ...] = ()
     """The indices of the matrices that every rank of the team updates; empty for strategies with hosts."""
-    first: tuple[float, ...] = ()
+    experts_s: tuple[float, ...] = ()
     """The seconds that each host first spends on its experts; empty if experts are not divided among
     ranks."""
 
@@ -72,7 +72,7 @@ class UpdatePhase:
     def __init__(self, config: RunConfig, layout: Layout, workload: Workload, *, cores: float | None) -> None:
         self._config, self._layout, self._execution = config, layout, config.execution
         self._workload, self._model = workload, UpdateModel(config, layout, workload.matrices, workload.costs)
-        self._hosts = workload.assignment if self._execution is Execution.PLANNED else None
+        self._assignment = workload.assignment if self._execution is Execution.PLANNED else None
         """The assignment of a strategy with hosts; None for other strategies."""
         self._cores, self._norm_clip = cores, NormClip(config, layout)
         self._adamw_factor = step_factor(config, "adamw_update")
@@ -99,19 +99,21 @@ class UpdatePhase:
         stage_matrices = [matrix for matrix in self._workload.matrices if matrix.stage == stage]
         if self._execution.has_owners:
             return list(self._teams_of_owners(stage, stage_matrices, math.ceil(weights.others / layout.owners)))
-        everywhere, stored = self._execution.everywhere, weights.matrices + weights.others
-        share = stored if everywhere else weights.share(layout, matrices=True)
-        stored_here = (matrix.index for matrix in stage_matrices if matrix.expert_rank in (None, 0))
-        members = tuple(stored_here) if everywhere else ()
+        if self._execution.everywhere:
+            elements = weights.matrices + weights.others
+            members = tuple(matrix.index for matrix in stage_matrices if matrix.expert_rank in (None, 0))
+        else:
+            elements = weights.share(layout, matrices=True)
+            members = ()
         ranks = layout.cells
-        return [Team(stage=stage, owner=0, hosts=1, ranks=ranks, elements=share, clipped=share, members=members)]
+        return [Team(stage=stage, owner=0, hosts=1, ranks=ranks, elements=elements, clipped=elements, members=members)]
 
-    def _teams_of_owners(self, stage: int, stage_matrices: Sequence[Matrix], others: int) -> Iterator[Team]:
+    def _teams_of_owners(self, stage: int, stage_matrices: Sequence[Matrix], adamw_elements: int) -> Iterator[Team]:
         """Yields the teams of a stage whose matrices have owners. If the strategy has no hosts, and experts
         are divided among ranks, each of an owner's ranks is a team.
 
         Args:
-            others: the elements of each rank's share of AdamW's parameters.
+            adamw_elements: the elements of each rank's share of AdamW's parameters.
         """
         assert self._workload.assignment is not None
         tp, owners, cells = self._layout.tp, self._layout.owners, self._workload.assignment.cells
@@ -125,33 +127,33 @@ class UpdatePhase:
             if group.stage == stage:
                 groups[group.owner].append(group)
         for owner, matrices in enumerate(owned):
-            of_experts = max(sum(matrix.elements for matrix in of_host) for of_host in experts[owner])
-            elements = others + of_experts + sum(matrix.fragment_elements(tp) for matrix in matrices)
-            scaled = sum(matrix.fragment_elements(tp) for matrix in matrices if self._scaled_by_host(matrix))
-            clipped = elements - scaled
+            expert_elements = max(sum(matrix.elements for matrix in of_host) for of_host in experts[owner])
+            elements = adamw_elements + expert_elements + sum(matrix.fragment_elements(tp) for matrix in matrices)
+            scaled_elements = sum(matrix.fragment_elements(tp) for matrix in matrices if self._scaled_by_host(matrix))
+            clipped = elements - scaled_elements
             team = Team(stage=stage, owner=owner, hosts=1, ranks=tp, elements=elements, clipped=clipped)
-            if self._hosts is not None:
-                first = self._experts_first[stage, owner] if of_experts else ()
-                yield replace(team, hosts=tp, ranks=1, groups=tuple(groups[owner]), first=first)
+            if self._assignment is not None:
+                experts_s = self._expert_seconds[stage, owner] if expert_elements else ()
+                yield replace(team, hosts=tp, ranks=1, groups=tuple(groups[owner]), experts_s=experts_s)
                 continue
             members = tuple(matrix.index for matrix in matrices)
-            if not of_experts:
+            if not expert_elements:
                 yield replace(team, members=members)
                 continue
             for host, of_host in enumerate(experts[owner]):
                 yield replace(team, host=host, ranks=1, members=(*members, *(matrix.index for matrix in of_host)))
 
     @cached_property
-    def _experts_first(self) -> Mapping[tuple[int, int], tuple[float, ...]]:
+    def _expert_seconds(self) -> Mapping[tuple[int, int], tuple[float, ...]]:
         """The seconds that each host of a (stage, owner) spends on updating its experts."""
-        assert self._hosts is not None
-        return expert_seconds(self._workload.matrices, self._workload.costs, self._hosts, self._model.pipeline)
+        assert self._assignment is not None
+        return expert_seconds(self._workload.matrices, self._workload.costs, self._assignment, self._model.pipeline)
 
     def _scaled_by_host(self, matrix: Matrix) -> bool:
         """Returns True if the host scales the matrix's gradient when it assembles the matrix
         (`engine.hosted`)."""
-        sent = self._hosts is not None and self._layout.tp > 1 and not matrix.replicated
-        shared = self._hosts is not None and matrix.index in self._hosts.shares
+        sent = self._assignment is not None and self._layout.tp > 1 and not matrix.replicated
+        shared = self._assignment is not None and matrix.index in self._assignment.shared_costs
         return sent and not shared and self._config.engine.gradient_bytes == FP32
 
     def _merge_alike(self, teams: Iterable[Team]) -> list[Team]:
@@ -159,77 +161,80 @@ class UpdatePhase:
         of their ranks."""
         alike: dict[Hashable, list[Team]] = {}
         for team in teams:
-            work = tuple(tuple(map(self._work_key, group.matrices)) for group in team.groups)
-            key = team.stage, team.elements, team.clipped, work, tuple(map(self._work_key, team.members)), team.first
+            groups = tuple(tuple(map(self._work_key, group.matrices)) for group in team.groups)
+            members = tuple(map(self._work_key, team.members))
+            key = team.stage, team.elements, team.clipped, groups, members, team.experts_s
             alike.setdefault(key, []).append(team)
-        return [replace(first, ranks=sum(team.ranks for team in (first, *others))) for first, *others in alike.values()]
+        return [replace(equal[0], ranks=sum(team.ranks for team in equal)) for equal in alike.values()]
 
     def _work_key(self, index: int) -> Hashable:
         """Returns a key of all properties on which the time of a matrix's update and exchange depends."""
         matrix, cost = self._workload.matrices[index], self._workload.costs[index]
-        host, share = None, None
-        if self._hosts is not None:
-            host, share = self._hosts.cells[index].host, self._hosts.shares.get(index)
-        return cost, matrix.elements, matrix.shard_dim, matrix.home, host, share
+        host = shared_cost = None
+        if self._assignment is not None:
+            host = self._assignment.cells[index].host
+            shared_cost = self._assignment.shared_costs.get(index)
+        return cost, matrix.elements, matrix.shard_dim, matrix.home, host, shared_cost
 
     def _on_separate_devices(self, team: Team) -> list[CellUpdate]:
         """Returns the cells of a team whose ranks have separate devices."""
-        adamw = self._adamw_s(team.stage)
-        if self._hosts is not None:
-            norm_s = self._norm_clip.seconds(team.elements, team.clipped) + adamw
-            updates = self._model.hosted(team.groups, self._hosts, norm_s, team.first)
+        adamw_s = self._adamw_s(team.stage)
+        if self._assignment is not None:
+            norm_s = self._norm_clip.seconds(team.elements, team.clipped) + adamw_s
+            updates = self._model.hosted(team.groups, self._assignment, norm_s, team.experts_s)
         else:
             updates = (self._model.duplicated(team.members),)
         return [
-            CellUpdate(team=team, host=team.host + host, adamw_s=adamw, update=update)
+            CellUpdate(team=team, host=team.host + host, adamw_s=adamw_s, update=update)
             for host, update in enumerate(updates)
         ]
 
     def _on_shared_cores(
         self, teams: Sequence[Team], gathered: Sequence[Sequence[Transfer]] | None
     ) -> tuple[list[CellUpdate], list[float]]:
-        """Runs the updates of all ranks on the cores that they share.
+        """Simulates the updates of all ranks, which share cores.
 
         Returns:
-            All cells; and, by stage, the part of the gathering that is done before the last update ends, in
-            the seconds that it would take on idle cores.
+            All cells; and, for each stage, the seconds of gathering (as on idle cores) that are done before
+            the stage's last update ends.
         """
         timeline = Timeline(self._cores, self._config.cluster.crowding)
         groups = [(team, *self._add_team(timeline, index, team)) for index, team in enumerate(teams)]
         gathers = []
-        for stage, others in enumerate(gathered or ()):
+        for stage, transfers in enumerate(gathered or ()):
             adamw_tasks = [task for team, _, adamw in groups for task in adamw if team.stage == stage]
             gathers.append(
                 timeline.add(
                     "param_gather",
                     ("data", stage),
-                    seconds=sum(transfer.seconds for transfer in others),
-                    cores=self._layout.tp * max((transfer.cores for transfer in others), default=0.0),
+                    seconds=sum(transfer.seconds for transfer in transfers),
+                    cores=self._layout.tp * max((transfer.cores for transfer in transfers), default=0.0),
                     after=adamw_tasks,
                 )
             )
-        ran = timeline.run()
+        times = timeline.run()
         cells = []
         for team, group, adamw in groups:
-            for host, result in enumerate(group.results(ran)):
-                adamw_s = ran[adamw[host]].end - ran[adamw[host]].start
-                cells.append(CellUpdate(team=team, host=team.host + host, adamw_s=adamw_s, update=result))
-        windows = []
+            for host, update in enumerate(group.results(times)):
+                adamw_s = times[adamw[host]].end - times[adamw[host]].start
+                cells.append(CellUpdate(team=team, host=team.host + host, adamw_s=adamw_s, update=update))
+        overlapped_s = []
         for stage, task in enumerate(gathers):
-            last = max(cell.update.begun_s + cell.update.seconds for cell in cells if cell.team.stage == stage)
-            length = ran[task].end - ran[task].start
-            within = min(1.0, max(0.0, last - ran[task].start) / length) if length else 1.0
-            windows.append(within * (timeline.tasks[task].seconds + timeline.tasks[task].link_s))
-        return cells, windows
+            last_update_s = max(cell.update.begun_s + cell.update.seconds for cell in cells if cell.team.stage == stage)
+            gather_s = times[task].end - times[task].start
+            overlapped_share = min(1.0, max(0.0, last_update_s - times[task].start) / gather_s) if gather_s else 1.0
+            overlapped_s.append(overlapped_share * (timeline.tasks[task].seconds + timeline.tasks[task].link_s))
+        return cells, overlapped_s
 
     def _add_team(self, timeline: Timeline, index: int, team: Team) -> tuple[SharedCores, list[int]]:
         """Adds a team's updates to the timeline; returns its group of ranks, and the tasks of AdamW's
         update."""
-        adamw_s, begin = self._adamw_s(team.stage), [timeline.add("other", (index, h)) for h in range(team.hosts)]
-        if self._hosts is not None:
+        adamw_s = self._adamw_s(team.stage)
+        begin = [timeline.add("other", (index, host)) for host in range(team.hosts)]
+        if self._assignment is not None:
             norm_s = self._norm_clip.seconds(team.elements, team.clipped)
             group = SharedCores(timeline, index, team.hosts, begin, norm_s=norm_s, adamw_s=adamw_s)
-            self._model.run_hosted(team.groups, self._hosts, group, team.first)
+            self._model.run_hosted(team.groups, self._assignment, group, team.experts_s)
             return group, group.begin
         ranks_per_host = min(self._layout.tp, team.ranks)  # 1 if TP ranks have different experts
         group = SharedCores(

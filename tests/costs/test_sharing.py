@@ -30,7 +30,7 @@ def test_a_run_says_why_its_plan_shares_nothing(settings: tuple[str, ...], becau
     defaults = [each for each in TP2 if each.split("=", 1)[0] not in typed]
     config, layout = fit.resolve(compose_run([*defaults, *settings], training=False).config)
     warnings = [*mode_warnings(config, layout)]
-    assert bool(make_plan(config, layout).assignment.shares) is (because is None)
+    assert bool(make_plan(config, layout).assignment.shared_costs) is (because is None)
     assert [warning.startswith(f"engine.mode=shared is ignored: {because}") for warning in warnings] == (
         [] if because is None else [True]
     )

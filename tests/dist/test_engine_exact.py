@@ -305,7 +305,7 @@ def _in_gram_form() -> Weights:
 def _planned_shares(where: str, run: Run) -> set[str]:
     plan = planned(*_resolve(*run[0], *LAYOUTS[where]))
     assert plan is not None
-    return {plan.matrices[index].kind for index in plan.assignment.shares}
+    return {plan.matrices[index].kind for index in plan.assignment.shared_costs}
 
 
 @pytest.mark.parametrize("where", [where for _, where in _compared({"shared": SHARED})])

@@ -212,7 +212,7 @@ def test_a_step_of_256_ranks_is_the_plans(case: Case) -> None:
     # All but the first gradients out and the last weights back: somebody updates meanwhile.
     assert case[0] == "shared" or all(any(ranks) for ranks in list(zip(*one_owners, strict=True))[1:-1])
     if case[0] == "shared":
-        cut = Counter(plan.assignment.cells[index].owner for index in plan.assignment.shares)
+        cut = Counter(plan.assignment.cells[index].owner for index in plan.assignment.shared_costs)
         assert max(cut.values()) > 1
         for rank, events in found.items():
             assert [*gathered_beside_others(events)] == beside_others(cut[rank // layout.tp])

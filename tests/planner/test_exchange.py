@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from canzona_cli.config.schema import Layout, Precision, RunConfig
 from canzona_cli.costs.links import Groups, Links, Transfer
-from canzona_cli.costs.sharing import Share, shared_bytes, shared_exchanges, shared_transfers
+from canzona_cli.costs.sharing import SharedCost, shared_bytes, shared_exchanges, shared_transfers
 from canzona_cli.engine.wire import Messages
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.model.matrices import matrices as matrices_of
@@ -119,7 +119,7 @@ class Case:
 
     def members(self, group: MicroGroup) -> list[Matrix]:
         """Returns the hosted matrices of a micro-group."""
-        shared = self.plan.assignment.shares
+        shared = self.plan.assignment.shared_costs
         return [self.plan.matrices[index] for index in group.matrices if index not in shared]
 
     def routes(self, group: MicroGroup, *, back: bool) -> list[Route]:
@@ -146,8 +146,8 @@ def cases(draw: st.DrawFn) -> Case:
         matrices.append(replace(drawn, shard_dim=stored, home=home))
         cells.append(Cell(owner=draw(st.integers(0, dp - 1)), host=draw(st.integers(0, tp - 1))))
     parts = len(shared_exchanges(subject(config, layout(tp=tp, dp=dp)).optimizer.ns_steps)) + 1
-    shares = {
-        matrix.index: Share(fragment=(1.0,) * parts)
+    shared_costs = {
+        matrix.index: SharedCost(fragment=(1.0,) * parts)
         for matrix in matrices
         if tp > 1 and matrix.cut_long and min(matrix.shape) % tp == 0 and draw(st.booleans())
     }
@@ -164,7 +164,7 @@ def cases(draw: st.DrawFn) -> Case:
         subject=subject(config, mesh),
         matrices=tuple(matrices),
         costs=tuple(1.0 for _ in matrices),
-        assignment=Assignment(cells=tuple(cells), shares=shares),
+        assignment=Assignment(cells=tuple(cells), shared_costs=shared_costs),
         buckets=(),
         groups=tuple(groups),
         lower_bounds=(1.0,),
@@ -194,7 +194,7 @@ def test_the_plans_traffic_is_what_its_ranks_send(case: Case) -> None:
             for host, route in enumerate(case.routes(group, back=back)):
                 wanted[group.owner * tp + host] += route.sent * size
     steps, width = case.plan.subject.optimizer.ns_steps, case.config.train.weight_bytes
-    for index in case.plan.assignment.shares:
+    for index in case.plan.assignment.shared_costs:
         owner = case.plan.assignment.cells[index].owner
         for host in range(tp):
             wanted[owner * tp + host] += shared_bytes(case.plan.matrices[index], tp, steps, width)
@@ -246,7 +246,7 @@ def test_simulated_transfers_are_those_of_the_engines_messages(case: Case) -> No
         wanted = []
         steps, width = case.plan.subject.optimizer.ns_steps, case.config.train.weight_bytes
         for matrix in (case.plan.matrices[index] for group in own for index in group.matrices):
-            if matrix.index in case.plan.assignment.shares:
+            if matrix.index in case.plan.assignment.shared_costs:
                 moved = shared_transfers(min(matrix.shape), steps, width, links, group_of)
                 wanted += [one for one, behind in zip(moved, shared_exchanges(steps), strict=True) if behind.exchanges]
         for group in own if case.layout.tp > 1 else []:

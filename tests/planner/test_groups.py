@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from canzona_cli.config.schema import Grouping, Layout, RunConfig
 from canzona_cli.costs.buffers import stage_weights
 from canzona_cli.costs.links import Groups, Links
-from canzona_cli.costs.sharing import Share, shares
+from canzona_cli.costs.sharing import SharedCost, shared_costs
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.assign import assign
 from canzona_cli.planner.groups import CLOSE, GroupSearch, check_capacity, held_jobs
@@ -183,8 +183,8 @@ def test_auto_is_never_slower_than_one_mode_and_faster_with_idle_ranks(size: siz
 
 def test_more_ranks_shorten_fragments_alone() -> None:
     config, mesh, plan = planned_in("shared", "32b", 8, 16)
-    two = shares(config, plan.subject.optimizer, layout(tp=2, dp=16), plan.matrices)
-    eight = shares(config, plan.subject.optimizer, mesh, plan.matrices)
+    two = shared_costs(config, plan.subject.optimizer, layout(tp=2, dp=16), plan.matrices)
+    eight = shared_costs(config, plan.subject.optimizer, mesh, plan.matrices)
     for index, share in eight.items():
         assert two[index].each > 2 * share.each
     assert {plan.matrices[index].kind for index in eight} == {"q", "proj", "gate", "up", "down"}
@@ -197,7 +197,9 @@ def test_more_ranks_shorten_fragments_alone() -> None:
 )
 @settings(max_examples=100, deadline=None)
 def test_a_row_is_close_to_the_best_of_all_ways(costs: list[int], possible: dict[int, int], tp: int) -> None:
-    may = {place: Share(fragment=(0.5, possible[cost] - 0.5)) for place, cost in enumerate(costs) if cost in possible}
+    may = {
+        place: SharedCost(fragment=(0.5, possible[cost] - 0.5)) for place, cost in enumerate(costs) if cost in possible
+    }
     rows = HostPacker([float(cost) for cost in costs], tp, may).rows(range(len(costs)))
     best = least_makespan([[float(cost) for cost in costs]], 1, tp, possible)  # type: ignore[arg-type]
     for row in rows:

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from canzona_cli.costs.sharing import Share
+from canzona_cli.costs.sharing import SharedCost
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.groups import GroupSearch
 from canzona_cli.planner.least import least_seconds, updates
@@ -20,17 +20,17 @@ TP = 2
 
 
 def _owners_ways(
-    matrices: Sequence[Matrix], costs: Sequence[float], shares: dict[int, Share], grouped: GroupSearch
+    matrices: Sequence[Matrix], costs: Sequence[float], shared_costs: dict[int, SharedCost], grouped: GroupSearch
 ) -> Iterator[float]:
     """The seconds of one owner in every mode and on every host of its matrices, in the planner's best groups."""
     for modes in product((0, 1, None), repeat=len(matrices)):  # a host, or shared
-        if all(host is not None or matrix.index in shares for matrix, host in zip(matrices, modes, strict=True)):
+        if all(host is not None or matrix.index in shared_costs for matrix, host in zip(matrices, modes, strict=True)):
             yield grouped.find([
                 Job(
                     matrix=matrix,
                     host=host or 0,
                     seconds=costs[matrix.index],
-                    share=shares[matrix.index] if host is None else None,
+                    shared_cost=shared_costs[matrix.index] if host is None else None,
                 )
                 for matrix, host in zip(matrices, modes, strict=True)
             ])[0]  # fmt: skip
@@ -40,7 +40,7 @@ def _fastest(
     matrices: Sequence[Matrix],
     costs: Sequence[float],
     owners: int,
-    shares: dict[int, Share],
+    shared_costs: dict[int, SharedCost],
     pipeline: HostedPipeline,
 ) -> float:
     """The slowest owner's seconds in the best of all assignments."""
@@ -50,7 +50,7 @@ def _fastest(
     @cache
     def of(held: tuple[int, ...]) -> float:
         members = [matrix for matrix in matrices if matrix.unit in held]
-        return min(_owners_ways(members, costs, shares, grouped)) if members else 0.0
+        return min(_owners_ways(members, costs, shared_costs, grouped)) if members else 0.0
 
     return min(
         max(of(tuple(unit for unit, at in zip(units, cut, strict=True) if at == owner)) for owner in range(owners))
@@ -66,14 +66,14 @@ def test_no_assignment_takes_less(owners: int, bytes_per_s: float, each: float |
     layer = [matrix for matrix in transformer(1, 64, 192, 16) if matrix.kind in ("q", "k", "gate", "up", "down")]
     matrices = [replace(matrix, index=index) for index, matrix in enumerate(layer)]
     costs = [1e-3 * matrix.elements / matrices[0].elements for matrix in matrices]
-    shares = {
-        matrix.index: Share(fragment=(each * costs[matrix.index] / 21,) * 21)
+    shared_costs = {
+        matrix.index: SharedCost(fragment=(each * costs[matrix.index] / 21,) * 21)
         for matrix in matrices
         if each is not None and matrix.elements >= matrices[0].elements
     }
     pipeline = replace(link(TP, bytes_per_s), steps=5)
-    least = least_seconds(matrices, costs, 0, owners, shares, pipeline)
-    best = _fastest(matrices, costs, owners, shares, pipeline)
+    least = least_seconds(matrices, costs, 0, owners, shared_costs, pipeline)
+    best = _fastest(matrices, costs, owners, shared_costs, pipeline)
     assert least <= best * (1 + 1e-9)
     assert bytes_per_s < 1e9 or least >= 0.8 * best
 

@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from canzona_cli.costs.memory import layerwise_placement
-from canzona_cli.costs.sharing import Share
+from canzona_cli.costs.sharing import SharedCost
 from canzona_cli.model.matrices import Matrix, layer_shapes
 from canzona_cli.planner.bounds import RESOLUTION, lower_bound, packing_bound
 from canzona_cli.planner.packing import pack
@@ -87,7 +87,9 @@ def test_bound_is_at_most_the_exact_optimum_of_hosted_and_shared_matrices(
 ) -> None:
     matrices, costs = _matrices(units)
     may = {
-        matrix.index: Share(fragment=(0.5, shares[matrix.cols] - 0.5)) for matrix in matrices if matrix.cols in shares
+        matrix.index: SharedCost(fragment=(0.5, shares[matrix.cols] - 0.5))
+        for matrix in matrices
+        if matrix.cols in shares
     }
     least = least_makespan(units, dp, tp, shares)  # type: ignore[arg-type]
     bound = lower_bound(matrices, costs, 0, dp, tp, may)

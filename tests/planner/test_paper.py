@@ -49,7 +49,7 @@ def test_a_plan_of_the_paper_has_nothing_of_canzonas_own(size: Size, gpus: int, 
     plan = plan_unbounded(config, mesh)
     asked = plan.subject.settings
     assert (asked.strategy, asked.layout, asked.grouping, asked.mode) == ("paper", "contiguous", "greedy", "hosted")
-    assert not plan.assignment.shares
+    assert not plan.assignment.shared_costs
     assert {(bucket.reduction, bucket.gathering) for bucket in plan.buckets} == {("reduce", "broadcast")}
     largest = max(matrix.elements for matrix in plan.matrices)
     for bucket in plan.buckets:

@@ -12,7 +12,7 @@ import pytest
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.cluster.search import fill
 from canzona_cli.config.schema import Layout, MuonConfig, RunConfig
-from canzona_cli.costs.sharing import Share
+from canzona_cli.costs.sharing import SharedCost
 from canzona_cli.errors import ConfigError
 from canzona_cli.planner import make as planner
 from canzona_cli.planner.make import attempt, make_plan, plannable, subject
@@ -76,15 +76,17 @@ def test_shared_matrices_are_read_as_they_were_planned_and_only_those_that_can_b
     path.write_text(plan.to_json(), encoding="utf-8")
     assert load_plan(path, config, layout).assignment == plan.assignment
 
-    for index, share in (
-        (next(m.index for m in plan.matrices if m.kind == "k"), plan.assignment.shares[0]),
-        (0, Share(fragment=(1.0,))),
+    for index, cost in (
+        (next(m.index for m in plan.matrices if m.kind == "k"), plan.assignment.shared_costs[0]),
+        (0, SharedCost(fragment=(1.0,))),
     ):
-        forged = replace(plan, assignment=replace(plan.assignment, shares={**plan.assignment.shares, index: share}))
+        forged = replace(
+            plan, assignment=replace(plan.assignment, shared_costs={**plan.assignment.shared_costs, index: cost})
+        )
         path.write_text(forged.to_json(), encoding="utf-8")
         assert "cannot be shared as the plan says" in refusal(path, config, layout)
-    other = {0: Share(fragment=(1.0,) * len(plan.assignment.shares[0].fragment))}
-    forged = replace(plan, assignment=replace(plan.assignment, shares=other))
+    other = {0: SharedCost(fragment=(1.0,) * len(plan.assignment.shared_costs[0].fragment))}
+    forged = replace(plan, assignment=replace(plan.assignment, shared_costs=other))
     path.write_text(forged.to_json(), encoding="utf-8")
     assert "or costs" in refusal(path, config, layout)
 

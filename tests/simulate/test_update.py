@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 
 from canzona_cli.config.schema import ClusterConfig, RunConfig
-from canzona_cli.costs.sharing import Share, shared_bytes, shared_exchanges
+from canzona_cli.costs.sharing import SharedCost, shared_bytes, shared_exchanges
 from canzona_cli.costs.update import RULES
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.plan import Assignment, Cell, MicroGroup
@@ -104,8 +104,8 @@ def test_of_two_shared_matrices_one_is_updated_while_the_other_travels(count: in
     model = UpdateModel(run("8b", 2, strategy="canzona", cluster=NO_COPIES), layout(tp=2), matrices, [1.0] * count)
     travels = shared_bytes(matrices[0], 2, 5, 2) / BYTES
     for cost, waited in ((1.0, alone * 8 / 13), (0.0, count)):
-        shares = {index: Share(fragment=(cost,) * parts) for index in range(count)}
-        assignment = Assignment(cells=(Cell(owner=0, host=0),) * count, shares=shares)
+        shared_costs = {index: SharedCost(fragment=(cost,) * parts) for index in range(count)}
+        assignment = Assignment(cells=(Cell(owner=0, host=0),) * count, shared_costs=shared_costs)
         group = MicroGroup(stage=0, owner=0, index=0, matrices=tuple(range(count)))
         for update in model.hosted([group], assignment):
             assert update.matrix_update_s == count * parts * cost
