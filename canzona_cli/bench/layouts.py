@@ -145,7 +145,7 @@ class TuneResult(TurnsResult):
     """The number of measured steps in each turn; warm-up steps are not included."""
     warm_up_steps: int
     legal: int
-    """The number of layouts that are possible and fit into memory."""
+    """The number of layouts that are possible and fit in memory."""
     everything: bool
     """True if the user requested all possible layouts."""
     chosen: str
@@ -285,12 +285,7 @@ class Tuning:
 
 
 def prepare(
-    overrides: Sequence[str],
-    *,
-    count: int | None,
-    rounds: int,
-    steps: int,
-    recipes_dirs: Sequence[Path] = (),
+    overrides: Sequence[str], *, count: int | None, rounds: int, steps: int, recipes_dirs: Sequence[Path] = ()
 ) -> Tuning:
     """Chooses the layouts and checks everything that can be checked before anything is written.
 
@@ -304,7 +299,7 @@ def prepare(
     Raises:
         ConfigError: settings, options or data are wrong; problems with the options are reported together with
             the others.
-        DoesNotFit: no layout fits into memory.
+        DoesNotFit: no layout fits in memory.
         EnvironmentProblem: this machine does not have everything that the run needs.
     """
     lengths = {"--candidates": count, "--rounds": rounds, "--steps": steps}
@@ -321,13 +316,14 @@ def prepare(
     refuse(problems)
     config = replace(config, cluster=replace(resolved.cluster, nodes=config.cluster.nodes))
     fitting = [candidate.layout for candidate in candidates(config) if candidate.fits]
-    chosen = fitting
+    layouts = fitting
     if count is not None:
         # Unlike the search of `canzona train`, this search takes the number of this machine's cores into
         # account.
-        chosen = [tried.layout for tried in search(with_cores(config), count).best]
-        chosen += [layout_of_run] if layout_of_run not in chosen else []
-    short = replace(
+        layouts = [result.layout for result in search(with_cores(config), count).best]
+        if layout_of_run not in layouts:
+            layouts.append(layout_of_run)
+    short_run = replace(
         config,
         # Turns run the first steps of the recipe's full schedule, so learning rates do not depend on their
         # length.
@@ -335,9 +331,9 @@ def prepare(
         train=replace(config.train, steps=WARM_UP_STEPS + SETTLING_STEPS + steps, eval_interval=0),
     )
     entrants, notes = list[Entrant](), list[str]()
-    for layout in chosen:
+    for layout in layouts:
         try:
-            entrants.append(entrant(fill(short, layout), layout, entrant_name(layout)))
+            entrants.append(entrant(fill(short_run, layout), layout, entrant_name(layout)))
         except (ConfigError, DoesNotFit) as error:
             notes.append(f"without {entrant_name(layout)}: {error.problems[0].reason}")
     preflight.check_machine(resolved, layout_of_run)
@@ -367,8 +363,8 @@ def run(tuning: Tuning, say: Say) -> tuple[TuneResult, Path]:
     config, entrants = tuning.config, tuning.entrants
     machine = machine_now(config)
     corpus = corpus_of(config, say)
-    first = next(iter(entrants.values()))
-    files = create(first.config, entrants.values())
+    any_entrant = next(iter(entrants.values()))
+    files = create(any_entrant.config, entrants.values())
     turns = Turns(
         names=tuple(entrants),
         rounds=tuning.rounds,
@@ -382,7 +378,7 @@ def run(tuning: Tuning, say: Say) -> tuple[TuneResult, Path]:
         f"{plural(tuning.rounds, 'round')} of {plural(tuning.steps, 'step')} after {WARM_UP_STEPS} warm-up steps; "
         f"predicted to take about {duration(tuning.seconds)}; writes to {files.root}"
     )
-    group_files = run_group(first, files.sitting(0), turns, corpus, name="layouts", say=say)
+    group_files = run_group(any_entrant, files.sitting(0), turns, corpus, name="layouts", say=say)
     fitted_on = str(config.cluster.measured_on.get("fitted_on", ""))
     reasons = {name: BenchFiles.failure(group_files, name) for name in entrants}
     failed = {name: clean(path.read_text(encoding="utf-8")) for name, path in reasons.items() if path.exists()}

@@ -2,9 +2,9 @@
 import torch.
 
 All strategies have the same layout, batch and schedule. Each has a resolved configuration; canzona, paper and
-asc also have a plan. A measurement group (`Sitting`) has as many strategies as fit into memory together; they
+asc also have a plan. A measurement group (`Sitting`) has as many strategies as fit in memory together; they
 take turns in one process group. If there are several measurement groups, the reference strategy runs in each
-of them. A strategy that does not fit into memory together with the reference has a separate group.
+of them. A strategy that does not fit in memory together with the reference has a separate group.
 """
 
 from collections.abc import Sequence
@@ -108,7 +108,7 @@ class Sitting:
 
     strategies: tuple[Entrant, ...]
     alone: bool = False
-    """True if the only strategy does not fit into memory together with the reference."""
+    """True if the only strategy does not fit in memory together with the reference."""
 
 
 def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, steps: int) -> LineUp:
@@ -121,7 +121,7 @@ def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, ste
     Raises:
         ConfigError: the run, or a strategy that the user named, is not possible. The error lists the problems
             of all these strategies.
-        DoesNotFit: the reference, or a strategy that the user named, does not fit into memory.
+        DoesNotFit: the reference, or a strategy that the user named, does not fit in memory.
     """
     base = composed.config
     if base.execution is Execution.ADAMW:
@@ -140,9 +140,9 @@ def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, ste
         schedule=base.schedule.complete(base.train.steps),
         train=replace(base.train, steps=steps, eval_interval=0),
     )
-    first, layout = resolve(with_strategy(base, names[0]))
+    resolved, layout = resolve(with_strategy(base, names[0]))
     if not {"train", "train.global_batch_size", "train.batch_tokens"} & composed.explicit:
-        first, layout = resolve(_small_batch(base, composed.explicit, first, layout))
+        resolved, layout = resolve(_small_batch(base, composed.explicit, resolved, layout))
         notes.append(
             f"{plural(layout.global_batch_size, 'sequence')} per step, to keep steps short: the optimizer takes a "
             "larger share of the step than in training; to change this, set train.global_batch_size"
@@ -150,7 +150,7 @@ def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, ste
     prepared: list[Entrant] = []
     for name in names:
         try:
-            prepared.append(entrant(with_strategy(first, name), layout, name))
+            prepared.append(entrant(with_strategy(resolved, name), layout, name))
         except DoesNotFit as error:
             if strategies is not None or not prepared:
                 raise
@@ -162,7 +162,7 @@ def make_sittings(line_up: LineUp, available_bytes: int | None) -> tuple[Sitting
     """Puts each strategy into the first measurement group with enough free memory.
 
     Every measurement group starts with the reference, which is the first strategy of the line-up. The only
-    exception is a strategy that does not fit into memory together with the reference: it is measured alone.
+    exception is a strategy that does not fit in memory together with the reference: it is measured alone.
 
     Args:
         available_bytes: the machine's free memory, which CPU ranks share; None for GPU ranks.
@@ -270,19 +270,19 @@ def _with_common_form(config: RunConfig, names: Sequence[AnyStrategy], *, form_s
     return replace(config, optimizer=replace(optimizer, form="standard")), remark
 
 
-def _small_batch(base: RunConfig, explicit: frozenset[str], first: RunConfig, layout: Layout) -> RunConfig:
+def _small_batch(base: RunConfig, explicit: frozenset[str], resolved: RunConfig, layout: Layout) -> RunConfig:
     """Returns the run with a small batch, to keep steps short: for every data-parallel rank, one micro-batch
     per pipeline stage.
 
     On CPU ranks a micro-batch is one sequence unless the user set its size. The mesh does not change.
     """
     train = base.train
-    micro = 1 if base.cluster.device == "cpu" else layout.micro_batch_size
+    micro_batch = 1 if base.cluster.device == "cpu" else layout.micro_batch_size
     if "train.micro_batch_size" in explicit and train.micro_batch_size is not None:
-        micro = train.micro_batch_size
-    batch = layout.dp * micro * layout.pp
-    changed = replace(first.train, recompute=train.recompute, micro_batch_size=micro, global_batch_size=batch)
-    return replace(first, train=changed)
+        micro_batch = train.micro_batch_size
+    batch = layout.dp * micro_batch * layout.pp
+    changed = replace(resolved.train, recompute=train.recompute, micro_batch_size=micro_batch, global_batch_size=batch)
+    return replace(resolved, train=changed)
 
 
 def entrant_name(layout: Layout) -> str:
@@ -304,16 +304,19 @@ def entrant(config: RunConfig, layout: Layout, name: str) -> Entrant:
         estimated = estimate(config, layout)
         if not estimated.fits:
             raise DoesNotFit(_too_large(config, name, estimated))
-        plan, state, total = None, estimated.state, estimated.total
+        plan = None
+        state, total = estimated.state, estimated.total
     else:
-        plan, memory = obtained.plan, plan_memory(config, layout, obtained.plan)
-        state, total = sum(memory.parts[part] for part in PLANNED_STATE) + memory.buffers.lasting, memory.total
+        plan = obtained.plan
+        memory = plan_memory(config, layout, plan)
+        state = sum(memory.parts[part] for part in PLANNED_STATE) + memory.buffers.lasting
+        total = memory.total
     transient = max(0, total - state)
     return Entrant(name=name, config=config, layout=layout, plan=plan, state_bytes=state, transient_bytes=transient)
 
 
 def _too_large(config: RunConfig, name: str, memory: MemoryEstimate) -> Problem:
-    """Describes a strategy that does not fit into memory."""
+    """Describes a strategy that does not fit in memory."""
     reason = (
         f"needs {memory.total / GIB:.2f} GiB on {memory.worst_rank} of this layout, but {config.cluster.name} has "
         f"only {memory.capacity / GIB:.2f} GiB"

@@ -4,7 +4,7 @@ import torch.
 Times are in seconds. A turn is a few consecutive training steps of one strategy; its first step is not
 measured. A measurement group (called `sitting` in code and files) is a process group in which strategies take
 turns on the same batches, and a round is one turn of each of its strategies. If the strategies do not all fit
-into memory together, there are several measurement groups.
+in memory together, there are several measurement groups.
 
 Strategies that compute the same update must have the same losses; otherwise their times are not compared. All
 strategies start from the same weights and see the same batches, so the losses of the first step, before any
@@ -89,7 +89,7 @@ class StrategyBench:
     arithmetic: str = ""
     """A key that is equal for strategies that compute the same updates, so that their losses must agree."""
     alone: bool = False
-    """True if the strategy ran alone, because it did not fit into memory together with the reference."""
+    """True if the strategy ran alone, because it did not fit in memory together with the reference."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,9 +251,9 @@ def loss_references(result: BenchResult) -> dict[str, str]:
     It is the reference if both compute the same updates, and otherwise the first strategy with the same
     updates, which may be the strategy itself. AdamW need only match itself.
     """
-    firsts: dict[str, str] = {result.strategies[result.reference].arithmetic: result.reference}
+    reference_of: dict[str, str] = {result.strategies[result.reference].arithmetic: result.reference}
     return {
-        name: name if name == "adamw" else firsts.setdefault(bench.arithmetic, name)
+        name: name if name == "adamw" else reference_of.setdefault(bench.arithmetic, name)
         for name, bench in result.strategies.items()
     }
 
@@ -329,10 +329,10 @@ def _speedups(result: BenchResult) -> Iterator[tuple[str, Speedup | str]]:
     for name in STRATEGIES:
         if name in ("adamw", result.reference):
             continue
-        missing = next((note for note in result.notes if note.startswith(f"without {name}:")), "")
-        for what, speedup in (("optimizer", result.optimizer_speedup), ("iteration", result.iteration_speedup)):
+        note = next((note for note in result.notes if note.startswith(f"without {name}:")), "")
+        for part, speedup in (("optimizer", result.optimizer_speedup), ("iteration", result.iteration_speedup)):
             took_part = name in result.strategies
-            yield f"{what}_vs_{name}", speedup(name) if took_part else missing or f"{name} did not take part"
+            yield f"{part}_vs_{name}", speedup(name) if took_part else note or f"{name} did not take part"
 
 
 def _claim(speedup: Speedup | str, disagree: bool) -> Quartiles | str:

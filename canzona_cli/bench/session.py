@@ -75,12 +75,13 @@ def prepare(
         strategies: the strategies to run; None for every possible strategy.
         rounds: the number of measured rounds, at least 1.
         steps_per_turn: the number of steps in a turn, at least 2, because the first step is not measured.
-        directory: the bench directory; None for `run.dir`, or else for a new directory in `run.root`.
+        directory: the bench directory; None to use `run.dir` if it is set, otherwise a new directory in
+            `run.root`.
         problems: problems with the command line, which are raised together with those of the run.
 
     Raises:
         ConfigError: the command line, the settings or the data are wrong.
-        DoesNotFit: the reference, or a strategy that the user named, does not fit into memory.
+        DoesNotFit: the reference, or a strategy that the user named, does not fit in memory.
         EnvironmentProblem: this machine does not have everything that the run needs.
     """
     all_problems = [*problems]
@@ -229,11 +230,11 @@ def _result(
 
 def _notes(sittings: Sequence[Sitting], reference: str) -> Iterator[str]:
     alone = [strategy.name for sitting in sittings if sitting.alone for strategy in sitting.strategies]
-    shared = sum(not sitting.alone for sitting in sittings)
-    if shared > 1:
+    shared_groups = sum(not sitting.alone for sitting in sittings)
+    if shared_groups > 1:
         yield (
-            "the strategies do not all fit into memory together, so they ran in "
-            f"{shared} measurement groups, each with {reference}"
+            "the strategies do not all fit in memory together, so they ran in "
+            f"{shared_groups} measurement groups, each with {reference}"
         )
     if alone:
         yield (
@@ -254,15 +255,15 @@ def with_folder(composed: Composed, root: str, directory: str | None = None) -> 
     return replace(composed.config, run=replace(settings, root=root, dir=directory or settings.dir, trackers=()))
 
 
-def bench_problems(config: RunConfig, what: str, otherwise: str) -> list[Problem]:
+def bench_problems(config: RunConfig, measurement: str, suggestion: str) -> list[Problem]:
     """Returns the problems that prevent a measurement: more than one machine, or prepared data that the run
     cannot use.
 
     The built-in corpus is prepared later, after all checks.
 
     Args:
-        what: the kind of measurement in messages, such as `a bench`.
-        otherwise: a suggestion for runs on several machines, for the message.
+        measurement: the kind of measurement in messages, such as `a bench`.
+        suggestion: a suggestion for runs on several machines, for the message.
     """
     problems: list[Problem] = []
     if config.data.source == "prepared":
@@ -271,8 +272,8 @@ def bench_problems(config: RunConfig, what: str, otherwise: str) -> list[Problem
     per_node = config.cluster.gpus_per_node
     nodes = config.cluster.nodes or -(-config.gpus // per_node)
     if nodes > 1:
-        reason = f"need {nodes} machines, but {what} runs on a single machine, with {per_node} at most"
-        problems.append(Problem(key="gpus", value=config.gpus, reason=reason, fix=f"use gpus={per_node}; {otherwise}"))
+        reason = f"need {nodes} machines, but {measurement} runs on a single machine, with {per_node} at most"
+        problems.append(Problem(key="gpus", value=config.gpus, reason=reason, fix=f"use gpus={per_node}; {suggestion}"))
     return problems
 
 
@@ -312,7 +313,8 @@ def create(config: RunConfig, entrants: Iterable[Entrant]) -> BenchFiles:
     Raises:
         EnvironmentProblem: the directory cannot be written.
     """
-    chosen, root = config.run.dir, Path(config.run.root) / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    chosen = config.run.dir
+    root = Path(config.run.root) / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if chosen is None and root.exists():
         root = next_free(root)
     files = BenchFiles(Path(chosen or root).absolute())

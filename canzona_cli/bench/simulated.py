@@ -46,14 +46,14 @@ class SimulatedCell:
     reason: str = ""
     """The reason why no layout is possible; empty if `study` is set."""
     yardsticks: Mapping[str, LayoutResult | None] = MappingProxyType({})
-    """The strategies of `YARDSTICKS`, each in its fastest layout; None for a strategy that fits into memory
+    """The strategies of `YARDSTICKS`, each in its fastest layout; None for a strategy that fits in memory
     in no layout."""
 
     def overhead(self, yardstick: str) -> float | None:
         """Returns how much longer canzona takes per sequence than a yardstick in its fastest layout (0.01 is
         1%).
 
-        Returns None if there is no study, or if the yardstick fits into memory in no layout.
+        Returns None if there is no study, or if the yardstick fits in memory in no layout.
         """
         best = self.yardsticks.get(yardstick)
         if self.study is None or best is None:
@@ -63,7 +63,7 @@ class SimulatedCell:
 
     def ratio(self, strategy: str) -> float | None:
         """Returns the ratio of a strategy's optimizer step to canzona's; None if there is no study, or if one
-        of the two does not fit into memory."""
+        of the two does not fit in memory."""
         return None if self.study is None else self.study.optimizer_speedup(strategy)
 
     def as_json(self) -> dict[str, object]:
@@ -153,10 +153,7 @@ def parse_gpus(text: str) -> tuple[int, ...]:
 
 
 def run_simulation(
-    overrides: Sequence[str],
-    gpus: Sequence[int],
-    sizes: Sequence[str] = SIZES,
-    recipes_dirs: Sequence[Path] = (),
+    overrides: Sequence[str], gpus: Sequence[int], sizes: Sequence[str] = SIZES, recipes_dirs: Sequence[Path] = ()
 ) -> Simulation:
     """Simulates every size on every number of GPUs. Each simulation takes a second or two; with 1,024 GPUs,
     ten seconds.
@@ -171,7 +168,7 @@ def run_simulation(
             more than one `recipe=`.
     """
     named = [text.partition("=")[2].strip() for text in overrides if key_of(text) == "recipe"]
-    _check(overrides, named)
+    _check_overrides(overrides, named)
     rest = [text for text in overrides if key_of(text) != "recipe"]
     cells: list[SimulatedCell] = []
     configs: list[RunConfig] = []
@@ -218,7 +215,7 @@ def _numbers(text: str) -> Sequence[int] | str:
     return doubled
 
 
-def _check(overrides: Sequence[str], named: Sequence[str]) -> None:
+def _check_overrides(overrides: Sequence[str], named: Sequence[str]) -> None:
     """Refuses gpus= overrides and more than one recipe= override."""
     gpus = [text.partition("=")[2].strip() for text in overrides if key_of(text) == "gpus"]
     problems = []

@@ -106,11 +106,11 @@ class Samples:
 
 def write_samples(files: RunFiles, samples: Mapping[str, Samples]) -> None:
     """Writes the samples by strategy. Only rank 0 calls this."""
-    write_text_atomic(_samples(files), json.dumps({name: asdict(each) for name, each in samples.items()}) + "\n")
+    write_text_atomic(_samples_path(files), json.dumps({name: asdict(each) for name, each in samples.items()}) + "\n")
 
 
 def read_samples(files: RunFiles) -> dict[str, Samples]:
-    return parse(dict[str, Samples], _samples(files).read_bytes())
+    return parse(dict[str, Samples], _samples_path(files).read_bytes())
 
 
 def summarise(samples: Samples, *, warm_up_rounds: int, steps_per_turn: int, skipped: int = 1) -> Measured:
@@ -158,5 +158,5 @@ def _optimizer_s(step: Sequence[StepSample]) -> float:
     return updating_s + sum(min(sample.phases.get(name, 0.0) for sample in step) for name in _WAITING)
 
 
-def _samples(files: RunFiles) -> Path:
+def _samples_path(files: RunFiles) -> Path:
     return files.root / "samples.json"

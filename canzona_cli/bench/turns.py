@@ -77,8 +77,8 @@ def gather_samples(strategies: Mapping[str, RunningStrategy]) -> dict[str, Sampl
             StepSample(step_s=timing.step_s, processor_s=processor_s, phases=dict(timing.phases))
             for timing, processor_s in zip(strategy.trainee.timer.timings(), strategy.processor_s, strict=True)
         )
-        losses, allocated = tuple(strategy.losses), tensor_bytes(strategy.trainee)
-        by_rank = gather(Samples(losses=losses, tensor_bytes=(allocated,), ranks=(steps,)), Samples)
+        losses, allocated_bytes = tuple(strategy.losses), tensor_bytes(strategy.trainee)
+        by_rank = gather(Samples(losses=losses, tensor_bytes=(allocated_bytes,), ranks=(steps,)), Samples)
         samples[name] = Samples(
             losses=losses,
             tensor_bytes=tuple(size for measured in by_rank for size in measured.tensor_bytes),
@@ -94,12 +94,12 @@ def tensor_bytes(trainee: Trainee) -> int:
     buffers = [buffer for chunk in trainee.chunks for buffer in chunk.buffers]
     tensors = [tensor for buffer in buffers for tensor in (buffer.param_data, buffer.grad_data)]
     tensors += [parameter for chunk in trainee.chunks for parameter in chunk.parameters()]
-    extra = 0
+    scratch_bytes = 0
     for leaf in leaves(optimizer):
         if isinstance(optimizer, CanzonaOptimizer) and leaf is optimizer.matrices:
             tensors += [master.detach() for master in leaf.masters.values()]
             states = [group.optimizer.state for group in leaf.groups if group.optimizer is not None]
-            extra += leaf.scratch_bytes
+            scratch_bytes += leaf.scratch_bytes
         else:
             tensors += leaf.get_parameters()
             states = [leaf.optimizer.state]
@@ -110,7 +110,7 @@ def tensor_bytes(trainee: Trainee) -> int:
         for tensor in tensors
         if isinstance(tensor, torch.Tensor)
     }
-    return extra + sum(storages.values())
+    return scratch_bytes + sum(storages.values())
 
 
 def _take_turn(strategy: RunningStrategy, turns: Turns, stop_requested: Callable[[], bool]) -> bool:
@@ -118,18 +118,18 @@ def _take_turn(strategy: RunningStrategy, turns: Turns, stop_requested: Callable
     trainee = strategy.trainee
     gc.collect()  # the garbage of earlier turns; all other objects are frozen
     torch.distributed.barrier()
-    settling, number = turns.settling, 1
-    while number <= turns.steps_per_turn:
+    settling_left, step_number = turns.settling, 1
+    while step_number <= turns.steps_per_turn:
         begin = time.process_time()
         step = train_step(trainee, strategy.batches, stop_requested=stop_requested)
         strategy.processor_s.append(time.process_time() - begin)
         strategy.losses.append(step.loss)
         if step.stop:
             return False
-        if number == turns.warm_up_steps and step.fallbacks and settling:
-            settling -= 1
+        if step_number == turns.warm_up_steps and step.fallbacks and settling_left:
+            settling_left -= 1
         else:
-            number += 1
+            step_number += 1
     # An unfinished gathering would run during the next strategy's steps.
     finish_gathering(trainee.chunks)
     torch.distributed.barrier()

@@ -58,8 +58,8 @@ def layouts_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     # forked process needs none of the locks that this thread may hold.
     warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*multi-threaded, use of fork")
     start: Callable[..., BaseProcess] = ForkProcess if forks else SpawnProcess
-    length = f"{plural(turns.rounds, 'round')} of {plural(len(turns.names), 'layout')}"
-    Journal(files, writes=rank == 0).stage("train", length)
+    extent = f"{plural(turns.rounds, 'round')} of {plural(len(turns.names), 'layout')}"
+    Journal(files, writes=rank == 0).stage("train", extent)
     ordered = [(round_, name) for round_ in range(turns.rounds) for name in turns.order(round_)]
     for round_, name in ordered:
         failure = BenchFiles.failure(files, name)
@@ -134,10 +134,10 @@ def _take_turns(
 
     inputs, journal = BenchFiles(files.root.parent), Journal(files, writes=rank == 0 and not turn)
     configs = {name: load_resolved(inputs.config(name)) for name in turns.names}
-    first = configs[turns.names[0]]
-    layout = resolve(first)[1] if turn else read_layout(files.layout)
-    world = join(first, layout, alive=record.heart.progress, turn=turn)
-    data = build_datasets(first, read_corpus(files), cache=first.data.cache_root / "indices").train
+    first_config = configs[turns.names[0]]
+    layout = resolve(first_config)[1] if turn else read_layout(files.layout)
+    world = join(first_config, layout, alive=record.heart.progress, turn=turn)
+    data = build_datasets(first_config, read_corpus(files), cache=first_config.data.cache_root / "indices").train
     running: dict[str, RunningStrategy] = {}
     for name, config in configs.items():
         journal.stage("build model", name)
@@ -146,7 +146,7 @@ def _take_turns(
         running[name] = RunningStrategy(trainee=trainee, batches=BatchStream(data, world))
 
     # Choose the same kernels as training on this machine.
-    ours = next((config for config in configs.values() if config.execution.ours), first)
+    ours = next((config for config in configs.values() if config.execution.ours), first_config)
     choose_kernels(ours, world.device, begin=lambda shape: record.heart.progress())
 
     def on_turn(name: str, loss: float) -> None:

@@ -291,12 +291,12 @@ def _settings(calibration: Calibration) -> Iterator[str]:
 def _rows(calibration: Calibration, name: str, table: Iterable[tuple[object, ...]]) -> Iterator[str]:
     """Yields a line for each row of a table, with the spread of its measurement, or the row's origin, as a
     comment."""
-    quantity, width = _TABLES[name]
+    quantity, key_length = _TABLES[name]
     measured: dict[tuple[object, ...], Measurement] = {
         m.key: m for m in calibration.record.measurements if m.quantity == quantity
     }
     for row in table:
-        measurement = measured.get(row[:width])
+        measurement = measured.get(row[:key_length])
         source = f"from {calibration.base.name}" if measurement is None else _spread(measurement)
         yield f"  - {_flow(row)} # {source}"
 
@@ -338,8 +338,8 @@ class ShortBenches:
         on_cpu = config.cluster.device == "cpu"
         # CPU ranks that share a core evict each other's data from its caches, so the benches have as many
         # ranks as the run, but at most two per core.
-        limit = min(config.gpus, 2 * cores() if on_cpu else RANKS)
-        self.ranks = limit if limit < RANKS else limit // RANKS * RANKS
+        most = min(config.gpus, 2 * cores() if on_cpu else RANKS)
+        self.ranks = most if most < RANKS else most // RANKS * RANKS
         self.overrides = [
             *(override for override in overrides if not _is_replaced(override)),
             f"cluster={profile.absolute()}",

@@ -67,7 +67,7 @@ class Members:
         """Makes the groups. All ranks of the job have to call this."""
         self.team, self.size, self.device = team, size, team.device
         # Use the default backend (NCCL or gloo), as a run's collectives do.
-        groups = [dist.new_group(list(range(first, first + size))) for first in range(0, team.size, size)]
+        groups = [dist.new_group(list(range(start, start + size))) for start in range(0, team.size, size)]
         self.groups = len(groups)
         index, self.rank = divmod(team.rank, size)
         self._group = groups[index if team.member else 0]
@@ -107,14 +107,15 @@ def measure_collectives(members: Members, effort: Effort, recorder: Recorder) ->
 def measure(members: Members, kind: Collective, make: Make, size: int, budget_s: float, recorder: Recorder) -> float:
     """Measures and records a collective of one kind and size; returns its median, the same on all members."""
     run, team = make(size, members), members.team
+    busy_cores = 0.0
     if members.device.type == "cpu":
-        values, busy = _measure_between_work(members, run, budget_s)
+        values_s, busy_cores = _measure_between_work(members, run, budget_s)
     else:
-        once, busy = _prepare_row(members, run), 0.0
-        pilot = team.decide(min(once() for _ in range(_PILOTS)))
-        values = _slowest(team, [once() for _ in range(_repetitions(budget_s / 2, pilot))])
-    recorder.add(Measurement.of("collectives", values, kind, members.size, size, busy=busy))
-    return Quartiles.of(values).median
+        measure_once = _prepare_row(members, run)
+        pilot_s = team.decide(min(measure_once() for _ in range(_PILOTS)))
+        values_s = _slowest(team, [measure_once() for _ in range(_repetitions(budget_s / 2, pilot_s))])
+    recorder.add(Measurement.of("collectives", values_s, kind, members.size, size, busy=busy_cores))
+    return Quartiles.of(values_s).median
 
 
 class _Times(NamedTuple):
@@ -149,27 +150,27 @@ def _measure_between_work(members: Members, run: Transfer, budget_s: float) -> t
     def pair(calls: int) -> tuple[_Times, _Times]:
         return row(calls, communicating=True), row(calls, communicating=False)
 
-    pilot = team.decide(min(sum(times.wall_s for times in pair(1)) for _ in range(_PILOTS)))
-    calls = max(1, min(_CALLS, int(budget_s / LEAST / pilot)))
-    pairs = [pair(calls) for _ in range(_repetitions(budget_s, calls * pilot))]
+    pilot_s = team.decide(min(sum(times.wall_s for times in pair(1)) for _ in range(_PILOTS)))
+    calls = max(1, min(_CALLS, int(budget_s / LEAST / pilot_s)))
+    pairs = [pair(calls) for _ in range(_repetitions(budget_s, calls * pilot_s))]
     both_s = _slowest(team, [both.wall_s for both, _ in pairs])
     alone_s = _slowest(team, [alone.wall_s for _, alone in pairs])
     # A difference within the noise of the computation is recorded as a microsecond.
-    added = [max(_LEAST_S, both - alone) for both, alone in zip(both_s, alone_s, strict=True)]
+    added_s = [max(_LEAST_S, both - alone) for both, alone in zip(both_s, alone_s, strict=True)]
     processor_s = statistics.median(both.processor_s - alone.processor_s for both, alone in pairs)
     total_processor_s = sum(seconds for (seconds,) in team.gather([processor_s]))
-    busy = total_processor_s / members.groups / Quartiles.of(added).median
-    return added, min(max(busy, 0.0), float(cores()))
+    busy_cores = total_processor_s / members.groups / Quartiles.of(added_s).median
+    return added_s, min(max(busy_cores, 0.0), float(cores()))
 
 
-def _repetitions(budget_s: float, pilot: float) -> int:
-    return min(MOST, max(LEAST, int(budget_s / max(pilot, 1e-6))))
+def _repetitions(budget_s: float, pilot_s: float) -> int:
+    return min(MOST, max(LEAST, int(budget_s / max(pilot_s, 1e-6))))
 
 
 def _slowest(team: Team, seconds: Sequence[float]) -> list[float]:
     """Returns the longest time of each repetition over all ranks, because a collective ends when its last
     rank does."""
-    return [max(each) for each in zip(*team.gather(seconds), strict=True)]
+    return [max(seconds_of_ranks) for seconds_of_ranks in zip(*team.gather(seconds), strict=True)]
 
 
 def _prepare_row(members: Members, run: Transfer) -> Callable[[], float]:
@@ -193,13 +194,13 @@ def _prepare_row(members: Members, run: Transfer) -> Callable[[], float]:
     needed = members.team.decide(_HEAD_START * launch_s / max(busy_s, 1e-9))
     count = min(max(1, math.ceil(needed)), _MAX_SYNCHRONISING)
 
-    def once() -> float:
+    def measure_once() -> float:
         members.team.meet()
         for _ in range(count):
             synchronise()
         return device_seconds(row) / ROW
 
-    return once
+    return measure_once
 
 
 def _all_reduce(size: int, members: Members) -> Transfer:

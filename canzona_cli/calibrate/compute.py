@@ -68,17 +68,17 @@ def measure_arithmetic(team: Team, effort: Effort, recorder: Recorder) -> None:
     sizes = SIZES[team.device.type]
     for size in sizes.matmuls:
         factors = (torch.randn(size, size, device=team.device).bfloat16() for _ in range(3))
-        _rate(team, effort, recorder, "matmul_tflops", 2.0 * size**3, partial(_mm, *factors), size)
+        _measure_rate(team, effort, recorder, "matmul_tflops", 2.0 * size**3, partial(_mm, *factors), size)
     size = sizes.exact
     x, y, z = (torch.randn(size, size, device=team.device) for _ in range(3))
     for quantity, precision in sizes.precisions:
         with matmul_precision(precision):
-            _rate(team, effort, recorder, quantity, 2.0 * size**3, lambda: _mm(x, y, z))
+            _measure_rate(team, effort, recorder, quantity, 2.0 * size**3, lambda: _mm(x, y, z))
     # The numbers of FLOPs are those of `optimizers.facts.Work`.
-    _rate(team, effort, recorder, "qr_tflops", 8 / 3 * size**3, lambda: _discard(torch.linalg.qr(x)))
+    _measure_rate(team, effort, recorder, "qr_tflops", 8 / 3 * size**3, lambda: _discard(torch.linalg.qr(x)))
     size = sizes.symmetric
     symmetric = x[:size, :size] @ x[:size, :size].mT
-    _rate(team, effort, recorder, "eigh_tflops", 9.0 * size**3, lambda: _discard(torch.linalg.eigh(symmetric)))
+    _measure_rate(team, effort, recorder, "eigh_tflops", 9.0 * size**3, lambda: _discard(torch.linalg.eigh(symmetric)))
     small = torch.randn(4, 4, device=team.device)
     result = torch.empty_like(small)
 
@@ -137,10 +137,10 @@ def _measure_passes(
         begin = clock(team.device)
         loss = wrapped(tokens, positions, None, labels=labels).float().mean()
         wait(team.device)
-        between = clock(team.device)
+        middle = clock(team.device)
         loss.backward()
         wait(team.device)
-        return between - begin, clock(team.device) - between
+        return middle - begin, clock(team.device) - middle
 
     with wrapped.no_sync():
         step()
@@ -153,16 +153,10 @@ def _measure_passes(
     return list(zip(*by_direction, strict=True))
 
 
-def _rate(
-    team: Team,
-    effort: Effort,
-    recorder: Recorder,
-    quantity: Quantity,
-    flops: float,
-    work: Work,
-    *key: int,
+def _measure_rate(
+    team: Team, effort: Effort, recorder: Recorder, quantity: Quantity, flops: float, work: Work, *key: int
 ) -> None:
-    """Measures and records a rate in TFLOP/s."""
+    """Measures and records the rate, in TFLOP/s, of work with `flops` FLOPs."""
     samples = team.samples(work, effort.item_s)
     recorder.add(Measurement.of(quantity, [flops / sample / 1e12 for sample in samples], *key))
 
@@ -226,8 +220,8 @@ def measure_updates(
         (expected_seconds(variant, *shape), variant, shape) for variant in variants(config) for shape in shapes(config)
     ]
     for cost_s, variant, (rows, cols) in sorted(items, key=lambda item: item[0]):
-        late = max(0.0, elapsed() + cost_s - effort.end_s) if cost_s > 1.0 else 0.0
-        if cost_s > effort.largest_item_s or team.decide(late) > 0.0:
+        late_s = max(0.0, elapsed() + cost_s - effort.end_s) if cost_s > 1.0 else 0.0
+        if cost_s > effort.largest_item_s or team.decide(late_s) > 0.0:
             reason = f"measuring it would take about {cost_s:.0f} s"
             recorder.report(Record(skipped=(f"{variant.label} of {rows} x {cols}: {reason}",)))
             continue
@@ -286,23 +280,23 @@ def update_samples(team: Team, variant: Variant, rows: int, cols: int, budget_s:
     optimizer.precondition_frequency = _NEVER
     team.meet()
     group.update()
-    without_refresh = [sample / group.count for sample in team.samples(group.update, budget_s)]
+    without_refresh_s = [sample / group.count for sample in team.samples(group.update, budget_s)]
     group.fill_factors(optimizer)
     optimizer.precondition_frequency = 1
     team.meet()
     samples = [time_calls(group.update, team.device)]
     if samples[0] < budget_s:
         samples = repeat(group.update, team.device, budget_s)
-    refreshes = sorted(sample / group.count for sample in chain.from_iterable(team.gather(samples)))
-    refresh = refreshes[len(refreshes) // 2]
-    return [((period - 1) * sample + refresh) / period for sample in without_refresh]
+    refreshes_s = sorted(sample / group.count for sample in chain.from_iterable(team.gather(samples)))
+    refresh_s = refreshes_s[len(refreshes_s) // 2]
+    return [((period - 1) * sample + refresh_s) / period for sample in without_refresh_s]
 
 
 class Group:
     """The matrices of one shape, with their gradients, optimizer and model weights."""
 
     def __init__(self, variant: Variant, rows: int, cols: int, device: torch.device) -> None:
-        self.count = _count(variant, rows, cols, device)
+        self.count = _group_size(variant, rows, cols, device)
         self._ours, self._device = variant.ours, device
         self._masters, gradients, self._weights, rounded = self._memory(variant, rows, cols)
         for master, gradient in zip(self._masters, gradients, strict=True):
@@ -335,9 +329,9 @@ class Group:
         stacked = isinstance(optimizer, MomentumConfig) and bool(optimizer.stack)
         sizes = [self.count] if stacked else [1] * self.count
         blocks = [0.02 * torch.randn(size, rows, cols, device=self._device) for size in sizes]
-        masters = [torch.nn.Parameter(each) for block in blocks for each in block]
-        gradients = [each for block in blocks for each in torch.randn_like(block)]
-        weights = [each for block in blocks for each in torch.empty_like(block, dtype=dtype)]
+        masters = [torch.nn.Parameter(master) for block in blocks for master in block]
+        gradients = [gradient for block in blocks for gradient in torch.randn_like(block)]
+        weights = [weight for block in blocks for weight in torch.empty_like(block, dtype=dtype)]
         if stacked:
             return masters, gradients, weights, list(torch.empty_like(blocks[0], dtype=dtype))
         return masters, gradients, weights, [torch.empty_like(weights[0])] * self.count
@@ -383,7 +377,7 @@ class Group:
                     pack(square, factor)
 
 
-def _count(variant: Variant, rows: int, cols: int, device: torch.device) -> int:
+def _group_size(variant: Variant, rows: int, cols: int, device: torch.device) -> int:
     """Returns the number of matrices in a group: one per layer, but no more than fit in `_BYTES_AT_ONCE`; 1
     for large matrices with SOAP and Shampoo, whose updates take long."""
     squares = 0 if isinstance(variant.config.optimizer, MomentumConfig) else rows * rows + cols * cols
@@ -396,8 +390,8 @@ def _count(variant: Variant, rows: int, cols: int, device: torch.device) -> int:
 def _matrix(layer: int, rows: int, cols: int) -> Matrix:
     """Returns the description of a matrix of a layer that tensor parallelism does not cut."""
     name, parameter = f"layers.{layer}.other", f"decoder.layers.{layer}.weight"
-    place = {"index": layer, "layer": layer, "unit": layer, "stage": 0}
-    return Matrix(name=name, kind="other", rows=rows, cols=cols, shard_dim=None, parameter=parameter, **place)
+    numbers = {"index": layer, "layer": layer, "unit": layer, "stage": 0}
+    return Matrix(name=name, kind="other", rows=rows, cols=cols, shard_dim=None, parameter=parameter, **numbers)
 
 
 def _dtype(config: RunConfig) -> torch.dtype:

@@ -175,10 +175,10 @@ class Recorder:
     def add(self, measurement: Measurement) -> None:
         self.report(Record(measurements=(measurement,)))
 
-    def report(self, more: Record) -> None:
+    def report(self, record: Record) -> None:
         """Appends results to the record; does nothing on ranks other than 0."""
         if self._writes:
-            append_json_line(self._path, asdict(more))
+            append_json_line(self._path, asdict(record))
 
 
 def read_record(files: RunFiles) -> Record:
@@ -236,12 +236,7 @@ def measured_runs(config: RunConfig) -> tuple[RunConfig, ...]:
 
 
 def profile_of(
-    config: RunConfig,
-    layout: Layout,
-    record: Record,
-    *,
-    name: str,
-    facts: Mapping[str, str | int | float],
+    config: RunConfig, layout: Layout, record: Record, *, name: str, facts: Mapping[str, str | int | float]
 ) -> ClusterConfig:
     """Returns the base profile of `config`, updated with the measured values.
 
@@ -259,11 +254,11 @@ def profile_of(
     tables = base if same_machine else replace(base, measured_updates=(), collectives=())
     rank_facts = {} if record.facts is None else asdict(record.facts)
     bf16_in_fp32 = rank_facts.pop("bf16_in_fp32", base.bf16_in_fp32)
-    # All other quantities have the name of their field. Forward and backward become factors below.
-    others = ("forward", "backward", "grouped_collectives")
-    measured = {name: significant(value) for name, value in medians.items() if name not in others}
-    rates = _of_quantity(record, "matmul_tflops")
-    matmuls = tuple((int(m.key[0]), significant(m.spread.median)) for m in rates)
+    # The other quantities have the name of their field. Forward and backward become factors below.
+    not_fields = ("forward", "backward", "grouped_collectives")
+    measured = {name: significant(value) for name, value in medians.items() if name not in not_fields}
+    matmul_rates = _of_quantity(record, "matmul_tflops")
+    matmuls = tuple((int(m.key[0]), significant(m.spread.median)) for m in matmul_rates)
     if not matmuls or "arithmetic" not in record.done:
         # Large sizes are measured last, so a partial table would have only the low rates of small ones.
         matmuls = base.matmul_tflops
@@ -310,19 +305,19 @@ def _of_quantity(record: Record, quantity: Quantity) -> Iterable[Measurement]:
 
 
 def _updates(base: ClusterConfig, record: Record) -> tuple[tuple[str, int, int, float], ...]:
-    rows = {entry[:3]: entry[3] for entry in base.measured_updates}
+    table = {entry[:3]: entry[3] for entry in base.measured_updates}
     for m in _of_quantity(record, "updates"):
-        label, height, width = m.key
-        rows[str(label), int(height), int(width)] = significant(m.spread.median)
-    return tuple((*key, seconds) for key, seconds in sorted(rows.items()))
+        label, rows, cols = m.key
+        table[str(label), int(rows), int(cols)] = significant(m.spread.median)
+    return tuple((*key, seconds) for key, seconds in sorted(table.items()))
 
 
 def _collectives(base: ClusterConfig, record: Record) -> tuple[tuple[str, int, float, float, float], ...]:
-    rows = {entry[:3]: entry[3:] for entry in base.collectives}
+    table = {entry[:3]: entry[3:] for entry in base.collectives}
     for m in _of_quantity(record, "collectives"):
         kind, ranks, size = m.key
-        rows[str(kind), int(ranks), float(size)] = (significant(m.spread.median), round(m.busy, 2))
-    return tuple((*key, *seconds) for key, seconds in sorted(rows.items()))
+        table[str(kind), int(ranks), float(size)] = (significant(m.spread.median), round(m.busy, 2))
+    return tuple((*key, *seconds_and_cores) for key, seconds_and_cores in sorted(table.items()))
 
 
 def _with_link(profile: ClusterConfig, record: Record) -> ClusterConfig:
@@ -351,26 +346,27 @@ def _with_factors(config: RunConfig, layout: Layout, record: Record) -> ClusterC
     short = replace(shorten(config), cluster=replace(neutral, backward_module_us=0.0, pass_us=0.0))
     changes: dict[str, float] = {}
     for direction in ("forward", "backward"):
-        points, modules = [], 1
+        points: list[tuple[float, float]] = []
+        modules = 1
         for m in _of_quantity(record, direction):
             size = int(m.key[0])
             stage = stage_time(short, replace(layout, micro_batch_size=size, global_batch_size=size * layout.dp), 0)
             points.append((getattr(stage, f"{direction}_s"), m.spread.median))
             modules = len(stage.modules)
         if points:
-            factor, rest_s = _line(sorted(points))
+            factor, intercept_s = _line(sorted(points))
             changes[f"{direction}_factor"] = significant(factor)
-            changes[f"{direction}_module_us"] = significant(1e6 * rest_s / modules)
+            changes[f"{direction}_module_us"] = significant(1e6 * intercept_s / modules)
     return replace(config.cluster, **changes)  # type: ignore[arg-type]
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Returns the (slope, intercept) of the line through the first and the last point, neither negative."""
-    (least, quick), (most, slow) = points[0], points[-1]
-    slope = (slow - quick) / (most - least) if most > least else 0.0
-    if not 0 < slope <= slow / most:  # caused by noise; use a line through the origin instead
-        slope = slow / most
-    return slope, max(0.0, slow - slope * most)
+    (first_x, first_y), (last_x, last_y) = points[0], points[-1]
+    slope = (last_y - first_y) / (last_x - first_x) if last_x > first_x else 0.0
+    if not 0 < slope <= last_y / last_x:  # caused by noise; use a line through the origin instead
+        slope = last_y / last_x
+    return slope, max(0.0, last_y - slope * last_x)
 
 
 def significant(value: float) -> float:
@@ -381,9 +377,9 @@ def significant(value: float) -> float:
 def fit_to_steps(profile: ClusterConfig, results: Sequence[BenchResult]) -> ClusterConfig:
     """Returns the profile with the factors of complete steps, computed from the results of one or more
     benches."""
-    computing, phases = factors(results)
+    computing_factor, phases = factors(results)
     scaled = ("forward_factor", "forward_module_us", "backward_factor", "backward_module_us")
-    changes = {name: significant(getattr(profile, name) * computing) for name in scaled}
+    changes = {name: significant(getattr(profile, name) * computing_factor) for name in scaled}
     # `canzona tune` excludes these layouts when it reports errors of predictions.
     layouts = ", ".join(dict.fromkeys(layout_code(result.layout) for result in results))
     measured_on = {**profile.measured_on, "fitted_on": layouts}
@@ -422,9 +418,9 @@ def factors(results: Sequence[BenchResult]) -> tuple[float, dict[str, float]]:
             if factor is not None:
                 phases[f"{prefix}{phase}"] = factor
     computing_phases: tuple[Phase, ...] = ("forward", "backward", "grad_reduce", "param_gather")
-    computing = _factor(results[0].strategies.values(), computing_phases, "mean")
-    assert computing is not None
-    return computing, phases
+    computing_factor = _factor(results[0].strategies.values(), computing_phases, "mean")
+    assert computing_factor is not None
+    return computing_factor, phases
 
 
 def _factor(
@@ -437,10 +433,11 @@ def _factor(
         over_ranks: the measured time to use, which is that of the fastest rank (min) or the mean over all
             ranks.
     """
-    measured = predicted = 0.0
+    measured_s = predicted_s = 0.0
     for bench, phase in itertools.product(benches, phases):
-        expected, seconds = bench.predicted.phases.get(phase, 0.0), bench.measured.phases.get(phase)
-        if seconds is not None and expected > 0:
-            measured += seconds.min_s if over_ranks == "min" else seconds.mean_s
-            predicted += expected
-    return significant(measured / predicted) if predicted > 0 and measured > 0 else None
+        expected_s = bench.predicted.phases.get(phase, 0.0)
+        seconds = bench.measured.phases.get(phase)
+        if seconds is not None and expected_s > 0:
+            measured_s += seconds.min_s if over_ranks == "min" else seconds.mean_s
+            predicted_s += expected_s
+    return significant(measured_s / predicted_s) if predicted_s > 0 and measured_s > 0 else None

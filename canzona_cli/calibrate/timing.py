@@ -64,14 +64,14 @@ def repeat(work: Work, device: torch.device, budget_s: float) -> list[float]:
     The first call, which warms up, is not a sample. If it is short, neither is the second, which determines
     the number of calls in a sample.
     """
-    first = time_calls(work, device)
-    calls = max(1, round(_SAMPLE_S / max(time_calls(work, device), 1e-7))) if first < _SAMPLE_S else 1
+    first_s = time_calls(work, device)
+    calls = max(1, round(_SAMPLE_S / max(time_calls(work, device), 1e-7))) if first_s < _SAMPLE_S else 1
     samples: list[float] = []
     begin = time.perf_counter()
     while True:
         samples.append(time_calls(work, device, calls))
-        spent = time.perf_counter() - begin
-        if len(samples) >= MOST or spent > 4 * budget_s or (spent > budget_s and len(samples) >= LEAST):
+        spent_s = time.perf_counter() - begin
+        if len(samples) >= MOST or spent_s > 4 * budget_s or (spent_s > budget_s and len(samples) >= LEAST):
             return samples
 
 

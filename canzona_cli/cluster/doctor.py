@@ -212,10 +212,10 @@ def _torch(probed: Mapping[str, object] | str | None) -> Iterator[Finding]:
     nccl = probed.get("nccl")
     value = str(nccl or "not in this build")
     yield _finding("torch", "NCCL", bool(nccl), value, "the backend of GPU ranks", otherwise="info")
-    lacking = machine.missing_torch_features()
-    meaning = "training is correct without them" if lacking else "all features that canzona uses on GPUs"
-    value = f"without {', '.join(lacking)}" if lacking else "all that canzona uses are present"
-    yield _finding("torch", "features", not lacking, value, meaning, otherwise="info")
+    missing = machine.missing_torch_features()
+    meaning = "training is correct without them" if missing else "all features that canzona uses on GPUs"
+    value = f"without {', '.join(missing)}" if missing else "all that canzona uses are present"
+    yield _finding("torch", "features", not missing, value, meaning, otherwise="info")
 
 
 def gpus(usable: bool | None, visible: Sequence[GpuInfo], installed: int) -> Iterator[Finding]:
@@ -231,7 +231,7 @@ def gpus(usable: bool | None, visible: Sequence[GpuInfo], installed: int) -> Ite
         hidden = f"{installed} hidden by CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')}"
         otherwise: Status = "warn" if installed else "info"
         value, fix = hidden if installed else "none", "unset CUDA_VISIBLE_DEVICES"
-        yield _finding("gpu", "GPUs", False, value, meaning, fix * bool(installed), otherwise=otherwise)
+        yield _finding("gpu", "GPUs", False, value, meaning, fix if installed else "", otherwise=otherwise)
         return
     kinds = Counter(replace(gpu, uuid="") for gpu in visible).items()
     value = ", ".join(
@@ -244,16 +244,16 @@ def gpus(usable: bool | None, visible: Sequence[GpuInfo], installed: int) -> Ite
     if usable is None:
         meaning, fix = "torch took too long to say whether it can use these GPUs", "see torch above"
     yield _finding("gpu", "GPUs", usable is True, value, meaning, fix)
-    lacks = machine.missing_for_compiling()
+    lack = machine.missing_for_compiling()
     driver = visible[0].driver or "installed, version unknown"
     yield _requirement_finding("driver", driver, machine.driver_problem(), "runs torch's CUDA")
     version = machine.installed_version("transformer-engine") or "not installed"
     meaning = "fused layers, used if installed"
     yield _requirement_finding("Transformer Engine", version, machine.fused_layers_problem(), meaning)
-    value = f"{lacks} is missing" if lacks else "a C compiler, Python's header files and Triton"
-    meaning = "SwiGLU and the loss run unfused on every machine of a run" if lacks else "torch.compile can fuse kernels"
+    value = f"{lack} is missing" if lack else "a C compiler, Python's header files and Triton"
+    meaning = "SwiGLU and the loss run unfused on every machine of a run" if lack else "torch.compile can fuse kernels"
     fix = "install gcc and your Python's development package (python3-dev), or set CC"
-    yield _finding("gpu", "compiler", lacks is None, value, meaning, fix)
+    yield _finding("gpu", "compiler", lack is None, value, meaning, fix)
 
 
 def _requirement_finding(name: str, value: str, problem: Problem | None, meaning: str) -> Finding:

@@ -1,4 +1,4 @@
-"""Chooses the layout of a run, and suggests changes if no layout fits into memory.
+"""Chooses the layout of a run, and suggests changes if no layout fits in memory.
 
 The user's settings are hard constraints. A search finds values for the settings that are null. Its result is
 the same on every machine.
@@ -47,7 +47,7 @@ def resolve(config: RunConfig) -> tuple[RunConfig, Layout]:
 
 
 def choose(config: RunConfig) -> Candidate | None:
-    """Returns the layout with the shortest simulated time per sequence; None if no layout fits into memory.
+    """Returns the layout with the shortest simulated time per sequence; None if no layout fits in memory.
 
     If the user set every layout setting, or if no plan fits, the layout that needs the least memory is
     returned instead.
@@ -90,7 +90,7 @@ def _memory_problem(config: RunConfig) -> Problem:
 
 
 def suggestions(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
-    """Yields single changes that make `config` fit into memory, each as overrides and as the changed
+    """Yields single changes that make `config` fit in memory, each as overrides and as the changed
     configuration.
 
     Changes that alter the job less come first. Only the smallest number of GPUs and the longest sequence
@@ -113,8 +113,8 @@ def _changes(config: RunConfig) -> Iterator[Iterable[tuple[str, RunConfig]]]:
     pinned = [name for name in ("tp", "pp", "vpp", "cp", "ep") if getattr(parallel, name) is not None]
     if pinned:
         overrides = " ".join(f"parallel.{name}=null" for name in pinned)
-        free = replace(parallel, tp=None, pp=None, vpp=None, cp=None, ep=None)
-        yield [(overrides, replace(config, parallel=free))]
+        open_parallel = replace(parallel, tp=None, pp=None, vpp=None, cp=None, ep=None)
+        yield [(overrides, replace(config, parallel=open_parallel))]
     if train.micro_batch_size not in (None, 1):
         yield [("train.micro_batch_size=1", replace(config, train=replace(train, micro_batch_size=1)))]
     if train.recompute not in (None, "full"):
@@ -144,7 +144,7 @@ def _more_gpus(gpus: int, per_node: int) -> Iterator[int]:
     12, ... nodes."""
     yield from range(gpus + 1, per_node + 1)
     for power in range(10):
-        for machines in (1 << power, 3 << power >> 1) if power else (1,):
+        for machines in (2**power, 3 * 2**power // 2) if power else (1,):
             if machines * per_node > max(gpus, per_node):
                 yield machines * per_node
 

@@ -142,18 +142,18 @@ def driver_problem() -> Problem | None:
 
     Returns None if the driver can run it, or if either version is unknown.
     """
-    needed, here = torch_cuda(), driver_cuda()
-    if here is None or needed is None:
+    needed, supported = torch_cuda(), driver_cuda()
+    if supported is None or needed is None:
         return None
     if needed == (0, 0):
         reason = "this torch is built without CUDA and cannot use the GPUs here"
         return Problem("torch", reason, _GET_TORCH, value=torch_version())
-    if here[0] >= needed[0]:
+    if supported[0] >= needed[0]:
         return None
     newer = f" to {_DRIVERS[needed[0]]} or later" if needed[0] in _DRIVERS else ""
     reason = f"is too old for torch {torch_version()} here, which is built for CUDA {_release_text(needed)}"
     fix = f"update the driver{newer}, or {_GET_TORCH}"
-    return Problem("NVIDIA driver", reason, fix, value=f"for CUDA {_release_text(here)}")
+    return Problem("NVIDIA driver", reason, fix, value=f"for CUDA {_release_text(supported)}")
 
 
 def driver_cuda() -> Release | None:
@@ -188,12 +188,12 @@ def missing_torch_features() -> list[str]:
     spec, version = importlib.util.find_spec("torch"), installed_version("torch")
     if version is None or spec is None or spec.origin is None:
         return []
-    lacking = []
+    missing = []
     if not Path(spec.origin).with_name("_vendor").joinpath("quack").is_dir():
-        lacking.append("a copy of QuACK's symmetric matmuls (since torch 2.15; cuBLAS is used instead)")
+        missing.append("a copy of QuACK's symmetric matmuls (since torch 2.15; cuBLAS is used instead)")
     if Version(version) < _NCCL2_WAITS:
-        lacking.append("an NCCL backend nccl2 that waits for reductions (since torch 2.15; nccl is used instead)")
-    return lacking
+        missing.append("an NCCL backend nccl2 that waits for reductions (since torch 2.15; nccl is used instead)")
+    return missing
 
 
 def backend_problem(chosen: str | None) -> Problem | None:
@@ -256,10 +256,10 @@ def interface_problem(chosen: str | None, *, alone: bool) -> Problem | None:
     usable = up if alone else {name for name in up if not name.startswith("lo")}
     if matching_interfaces(chosen, usable):
         return None
-    others = ", ".join(sorted(usable)) or "none"
+    names = ", ".join(sorted(usable)) or "none"
     where = "" if alone else " and leads to other machines"
     reason = f"matches no network interface that is up{where}"
-    fix = f"unset it, or use an interface that is up here: {others}"
+    fix = f"unset it, or use an interface that is up here: {names}"
     return Problem("NCCL_SOCKET_IFNAME", reason, fix, value=chosen)
 
 

@@ -61,7 +61,8 @@ def find_profile(name_or_file: str, recipes_dirs: Sequence[Path]) -> Profile:
 
 
 def _read(path: Path) -> Profile:
-    cluster, problems = None, list[Problem]()
+    cluster = None
+    problems: list[Problem] = []
     with collect_problems(problems):
         # A profile is checked as part of a run, so use a recipe that fits on any machine.
         cluster = compose_run(["recipe=qwen3-tiny", "gpus=1", f"cluster={path}"], training=False).config.cluster

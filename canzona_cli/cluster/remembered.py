@@ -30,7 +30,7 @@ def search_file(config: RunConfig, count: int) -> Path:
         count: the number of layouts that the search returns.
     """
     parts = asdict(config)
-    key = json.dumps([_code(), count, {name: parts[name] for name in SECTIONS}], sort_keys=True, default=str)
+    key = json.dumps([_code_hash(), count, {name: parts[name] for name in SECTIONS}], sort_keys=True, default=str)
     return config.data.cache_root / "layouts" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
 
@@ -45,7 +45,7 @@ def remember(file: Path, result: "DataclassInstance") -> None:
 
 
 @cache
-def _code() -> str:
+def _code_hash() -> str:
     """Returns a hash of the sources in the `CODE` folders."""
     root, digest = Path(__file__).parents[1], hashlib.sha256()
     for folder in CODE:

@@ -61,7 +61,7 @@ def candidates(config: RunConfig) -> list[Candidate]:
 
 
 def any_fits(config: RunConfig) -> bool:
-    """Returns True if at least one possible layout fits into memory.
+    """Returns True if at least one possible layout fits in memory.
 
     Raises:
         ConfigError: the settings are impossible.
@@ -74,7 +74,7 @@ def any_fits(config: RunConfig) -> bool:
 
 
 def possible_layouts(config: RunConfig) -> list[Layout]:
-    """Lists every layout that keeps the user's settings, even if it does not fit into memory. There is at
+    """Lists every layout that keeps the user's settings, even if it does not fit in memory. There is at
     least one.
 
     Raises:
@@ -108,11 +108,11 @@ def _layouts(config: RunConfig) -> Iterator[Layout]:
     for tp, pp, vpp, cp, dp in _meshes(config):
         sequence_parallel = parallel.sequence_parallel
         if sequence_parallel is None:
-            possible = config.cluster.fused_layers or config.model.num_experts > 0
-            sequence_parallel = tp > 1 and possible and train.seq_length % (tp * cp) == 0
+            supported = config.cluster.fused_layers or config.model.num_experts > 0
+            sequence_parallel = tp > 1 and supported and train.seq_length % (tp * cp) == 0
         # Tensor parallelism cuts experts that are not divided among ranks.
-        even = config.model.ffn_hidden_size % tp == 0
-        eps = [ep for ep in expert_ranks(config, tp * cp * dp) if ep > 1 or even]
+        tp_divides_experts = config.model.ffn_hidden_size % tp == 0
+        eps = [ep for ep in expert_ranks(config, tp * cp * dp) if ep > 1 or tp_divides_experts]
         for micro in micro_batches:
             batch = _global_batch(config, _batch_multiple(pp, vpp, dp, micro))
             if batch is None:
@@ -159,7 +159,7 @@ def _meshes(config: RunConfig) -> Iterator[tuple[int, int, int, int, int]]:
     only if the user sets tp or cp."""
     parallel, model, sequence = config.parallel, config.model, config.train.seq_length
     per_node = min(config.cluster.gpus_per_node, config.gpus)
-    needed = parallel.sequence_parallel or model.num_experts > 0
+    cuts_sequence = parallel.sequence_parallel or model.num_experts > 0
     possible = possible_tp(model, whole_experts=may_have_whole_experts(config))
     tps = tuple(tp for tp in possible if tp <= per_node) if parallel.tp is None else (parallel.tp,)
     pps = possible_pp(model.num_layers) if parallel.pp is None else (parallel.pp,)
@@ -171,7 +171,7 @@ def _meshes(config: RunConfig) -> Iterator[tuple[int, int, int, int, int]]:
         for cp in cps:
             if parallel.sequence_parallel and tp == 1:
                 continue
-            if needed and tp > 1 and sequence % (tp * cp):
+            if cuts_sequence and tp > 1 and sequence % (tp * cp):
                 continue
             for pp in pps:
                 if config.gpus % (tp * pp * cp) == 0 and config.gpus // pp % (parallel.ep or 1) == 0:
@@ -259,7 +259,7 @@ class LayoutSearch:
 
     best: tuple[LayoutResult, ...]
     """The fastest layouts, as many as were requested, ordered by time. Of several layouts with equal times,
-    only the simplest is included. Empty if no plan fits into memory."""
+    only the simplest is included. Empty if no plan fits in memory."""
     legal: int
     """The number of layouts from which the search chose, see `_eligible`."""
     simulated: int
@@ -267,7 +267,7 @@ class LayoutSearch:
 
 
 def search(config: RunConfig, count: int = 1) -> LayoutSearch:
-    """Searches for the `count` layouts with the shortest simulated time per sequence that fit into memory.
+    """Searches for the `count` layouts with the shortest simulated time per sequence that fit in memory.
     Results are cached in files.
 
     Raises:
@@ -284,7 +284,7 @@ def search(config: RunConfig, count: int = 1) -> LayoutSearch:
 
 def fastest_with(config: RunConfig, strategy: AnyStrategy, planned: Layout) -> LayoutResult | None:
     """Returns the fastest layout of the run with another strategy, which needs no plan; None if no layout
-    fits into memory.
+    fits in memory.
 
     The planned layout is always simulated too, because a search with a limit on simulations may miss it. On
     GPUs, the fastest layout is also simulated with the bucket sizes that are tried for plans, because a user
@@ -293,45 +293,46 @@ def fastest_with(config: RunConfig, strategy: AnyStrategy, planned: Layout) -> L
     other = with_strategy(config, strategy)
     same_layout = _simulate(other, planned) if estimate(other, planned).fits else None
     results = [*search(other).best, *([same_layout.complete()] if same_layout else [])]
-    fastest = min(results, key=lambda tried: tried.per_sequence_s, default=None)
+    fastest = min(results, key=lambda result: result.per_sequence_s, default=None)
     if fastest is None or config.cluster.device == "cpu" or config.parallel.bucket_elements is not None:
         return fastest
-    _, *limits = bucket_limits(default_bucket_elements(fastest.layout.owners))  # `fastest` already has the default
-    runs = [replace(other, parallel=replace(other.parallel, bucket_elements=limit)) for limit in limits]
+    # `fastest` already has the first size, the default.
+    _, *bucket_sizes = bucket_limits(default_bucket_elements(fastest.layout.owners))
+    runs = [replace(other, parallel=replace(other.parallel, bucket_elements=size)) for size in bucket_sizes]
     simulated = [_simulate(run, fastest.layout) for run in runs if estimate(run, fastest.layout).fits]
-    return min([fastest, *(each.complete() for each in simulated if each)], key=lambda tried: tried.iteration_s)
+    return min([fastest, *(result.complete() for result in simulated if result)], key=lambda result: result.iteration_s)
 
 
 def _search(config: RunConfig, count: int) -> LayoutSearch:
     """Performs a search without the cache, see `search`."""
     fitting = _eligible(config)
     best: dict[float, _SimulatedLayout] = {}
-    known: set[tuple[Layout, float, float]] = set()
-    seconds_without: dict[Layout, float] = {}
+    simulated_keys: set[tuple[Layout, float, float]] = set()
+    without_recomputation_s: dict[Layout, float] = {}
     """The seconds per sequence of simulated layouts, by the same layout without recomputation. A layout with
     more recomputation is never faster, so it can be skipped."""
-    simulated, most = 0, _simulation_limit(config)
+    simulated = 0
+    limit = max(count, _simulation_limit(config))
     margin = MARGIN_WITH_EXPERTS if config.model.num_experts else MARGIN
     for estimated_s, layout in _quickest_first(config, fitting):
-        slowest = max(sorted(best)[:count]) * (1 + EQUAL_WITHIN) if len(best) >= count else math.inf
-        enough = best and simulated >= max(count, most)
-        if estimated_s > margin * slowest or enough:
+        slowest_s = max(sorted(best)[:count]) * (1 + EQUAL_WITHIN) if len(best) >= count else math.inf
+        if estimated_s > margin * slowest_s or (best and simulated >= limit):
             break
         # A layout with k times the context parallelism and k times the micro-batch has the same tokens,
         # messages and owners. If the estimate is equal too, so is attention, and a simulation would give the
         # same result.
         unsliced = replace(layout, cp=1, dp=layout.owners, micro_batch_size=1)
-        same = (unsliced, layout.micro_batch_size / layout.cp, estimated_s)
-        without_recomputation = replace(layout, recompute="none")
-        if same in known or seconds_without.get(without_recomputation, 0.0) > slowest:
+        step_key = (unsliced, layout.micro_batch_size / layout.cp, estimated_s)
+        not_recomputed = replace(layout, recompute="none")
+        if step_key in simulated_keys or without_recomputation_s.get(not_recomputed, 0.0) > slowest_s:
             continue
         simulated += 1
         result = _simulate(config, layout)
         if result is not None:
-            known.add(same)
+            simulated_keys.add(step_key)
             # Rounded, because equal times may differ by the order of summation.
             seconds = float(f"{result.result.iteration_s / layout.global_batch_size:.5e}")
-            seconds_without[without_recomputation] = seconds
+            without_recomputation_s[not_recomputed] = seconds
             best[seconds] = min(result, best.get(seconds, result), key=lambda either: _simplest_first(either.layout))
     fastest = tuple(best[seconds].complete() for seconds in sorted(best)[:count])
     return LayoutSearch(best=fastest, legal=sum(map(len, fitting)), simulated=simulated)
@@ -347,19 +348,21 @@ def _simulation_limit(config: RunConfig) -> float:
 
 def _eligible(config: RunConfig) -> list[list[Layout]]:
     """Returns the layouts to choose from: those that leave the profile's headroom free or, if there are none,
-    those that fit into memory. Layouts that differ only in recomputation are in one list, in order of
+    those that fit in memory. Layouts that differ only in recomputation are in one list, in order of
     increasing recomputation."""
     leaves_headroom, fitting = list[list[Layout]](), list[list[Layout]]()
     for _, alike in groupby(possible_layouts(config), attrgetter("tp", "pp", "vpp", "cp", "ep", "micro_batch_size")):
-        several, fits = list(alike), list[Layout]()
-        for index, layout in enumerate(several):
+        group = list(alike)
+        fitting_of_group: list[Layout] = []
+        for index, layout in enumerate(group):
             memory = estimate(config, layout)
             if memory.leaves_headroom:  # so do the later layouts: more recomputation never needs more memory
-                leaves_headroom.append(several[index:])
+                leaves_headroom.append(group[index:])
                 break
             if memory.fits:
-                fits.append(layout)
-        fitting += [fits] if fits else []
+                fitting_of_group.append(layout)
+        if fitting_of_group:
+            fitting.append(fitting_of_group)
     return leaves_headroom or fitting
 
 
@@ -371,17 +374,17 @@ def _quickest_first(config: RunConfig, layouts: Iterable[Sequence[Layout]]) -> I
             yielded, because more recomputation never makes a layout faster.
     """
 
-    def entry(several: Sequence[Layout]) -> tuple[float, tuple[int, ...], Sequence[Layout]]:
-        layout = several[0]
+    def entry(group: Sequence[Layout]) -> tuple[float, tuple[int, ...], Sequence[Layout]]:
+        layout = group[0]
         seconds = estimated_step_seconds(config, layout) / layout.global_batch_size
-        return seconds, _simplest_first(layout), several
+        return seconds, _simplest_first(layout), group
 
-    queue = [entry(several) for several in layouts]
+    queue = [entry(group) for group in layouts]
     heapify(queue)
     while queue:
-        seconds, _, (layout, *more) = queue[0]
-        if more:
-            heapreplace(queue, entry(more))
+        seconds, _, (layout, *rest) = queue[0]
+        if rest:
+            heapreplace(queue, entry(rest))
         else:
             heappop(queue)
         yield seconds, layout
@@ -412,7 +415,7 @@ class _SimulatedLayout:
 
 
 def _simulate(config: RunConfig, layout: Layout) -> _SimulatedLayout | None:
-    """Plans and simulates a layout; returns None if no plan fits into memory, or if the settings are
+    """Plans and simulates a layout; returns None if no plan fits in memory, or if the settings are
     refused."""
     run = fill(config, layout)
     try:

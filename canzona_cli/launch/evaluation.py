@@ -72,7 +72,7 @@ def prepare(
         ConfigError: settings or data are not valid, the model is not the checkpoint's, the run held out no
             data, or the ranks need more than one machine.
         CheckpointInvalid: the checkpoint cannot be used.
-        DoesNotFit: no layout fits into memory.
+        DoesNotFit: no layout fits in memory.
         EnvironmentProblem: this machine lacks something that the evaluation needs.
     """
     if checkpoint.manifest is None:

@@ -67,9 +67,9 @@ class ParameterCount:
 
 def parameter_count(model: ModelConfig) -> ParameterCount:
     """Counts the parameters of a model."""
-    family, layers, vocabulary = family_of(model), model.num_layers, model.vocab_size * model.hidden_size
-    work = family.modules(model)
-    idle = sum((part.experts - part.experts_per_token) * part.weight.elements for part in work)
+    family, layers = family_of(model), model.num_layers
+    vocabulary = model.vocab_size * model.hidden_size
+    idle = sum((work.experts - work.experts_per_token) * work.weight.elements for work in family.modules(model))
     return ParameterCount(
         embedding=vocabulary,
         output=0 if model.tied_embeddings else vocabulary,

@@ -150,7 +150,7 @@ class Activations:
     """The elements that tensor parallelism divides, over all TP ranks."""
     largest: int
     """The largest number of gradient elements that exist at the same time in the backward pass, over all TP
-    ranks."""
+    ranks; they are not kept."""
     copied: int = 0
     """The elements of a token's copies for its experts and of their results; divided like `Work.copied`."""
 

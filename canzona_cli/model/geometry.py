@@ -116,23 +116,23 @@ def stored_blocks(name: str, shape: Sequence[int], model: ModelConfig) -> tuple[
     return (_whole_unit(name, shape),) if fused is None else tuple(_blocks(fused, layer, 1, 0))
 
 
-def locate_in_whole_parameter(matrix: Matrix, held: Sequence[Block], model: ModelConfig) -> Iterator[Block]:
+def locate_in_whole_parameter(matrix: Matrix, blocks: Sequence[Block], model: ModelConfig) -> Iterator[Block]:
     """Locates blocks of a matrix in its parameter as a single TP rank would store it; yields blocks whose
     `unit` is the parameter.
 
     Args:
-        held: the blocks of a stored matrix or of a fragment (`stored_blocks`, `matrix_blocks`).
+        blocks: the blocks of a stored matrix or of a fragment (`stored_blocks`, `matrix_blocks`).
     """
     for part in fragment_blocks(matrix.parameter, (), model, tp=1, rank=0):
-        for block in held:
-            first = max(block.unit_row, part.unit_row)
-            rows = min(block.unit_row + block.rows, part.unit_row + part.rows) - first
+        for block in blocks:
+            first_row = max(block.unit_row, part.unit_row)
+            rows = min(block.unit_row + block.rows, part.unit_row + part.rows) - first_row
             if block.unit == part.unit and rows > 0:
                 yield Block(
                     unit=matrix.parameter,
-                    unit_row=part.row + first - part.unit_row,
+                    unit_row=part.row + first_row - part.unit_row,
                     unit_col=block.unit_col,
-                    row=block.row + first - block.unit_row,
+                    row=block.row + first_row - block.unit_row,
                     rows=rows,
                     cols=block.cols,
                 )
@@ -179,14 +179,14 @@ def _fused_weights(model: ModelConfig) -> Mapping[str, Weight]:
 
 def _blocks(weight: Weight, layer: str, tp: int, rank: int) -> Iterator[Block]:
     """Yields the blocks of the fragment of `weight` that TP rank `rank` stores."""
-    stored, row = weight.stored(tp), 0
+    stored = weight.stored(tp)
+    earlier_repeats = 0 if stored.cut == "cols" else rank * stored.repeats  # on earlier ranks
+    row = 0
     for repeat in range(stored.repeats):
         for part in stored.parts:
-            # The number of repeats on earlier ranks; `repeat` is the index of a repeat on this rank.
-            before = 0 if stored.cut == "cols" else rank * stored.repeats
             yield Block(
                 unit=weight.name if part.kind == "other" else f"{layer}{weight.unit_prefix}{part.kind}",
-                unit_row=(before + repeat) * part.rows,
+                unit_row=(earlier_repeats + repeat) * part.rows,
                 unit_col=rank * stored.cols if stored.cut == "cols" else 0,
                 row=row,
                 rows=part.rows,
@@ -231,17 +231,17 @@ def locate_in_parameter(matrix: Matrix, model: ModelConfig, tp: int) -> View:
     weight = _weight_with(matrix, model)
     if weight is None or len(weight.parts) == 1:
         return View((matrix.rows, -1) if matrix.shard_dim == 1 else (1, -1, matrix.cols), (everything,))
-    first, last = _parts_of(matrix, weight)
+    first, end = _parts_of(matrix, weight)
     if weight.cut == "parts":  # all parts have the same number of rows
-        return View((len(weight.parts), -1, matrix.cols), (slice(first, last),))
+        return View((len(weight.parts), -1, matrix.cols), (slice(first, end),))
     offsets = [sum(part.rows for part in weight.parts[:index]) for index in range(len(weight.parts) + 1)]
-    rows = (-1, offsets[-1], matrix.cols)
+    shape = (-1, offsets[-1], matrix.cols)
     head = head_of(matrix)
     if head is None:
-        return View(rows, (everything, slice(offsets[first], offsets[last])))
+        return View(shape, (everything, slice(offsets[first], offsets[end])))
     repeat, inside = divmod(head, weight.parts[first].rows // model.head_dim)
     start = offsets[first] + inside * model.head_dim
-    return View(rows, (repeat - (matrix.home or 0) * (weight.repeats // tp), slice(start, start + model.head_dim)))
+    return View(shape, (repeat - (matrix.home or 0) * (weight.repeats // tp), slice(start, start + model.head_dim)))
 
 
 def locate_in_matrix(matrix: Matrix, model: ModelConfig, tp: int, rank: int) -> View:
@@ -257,18 +257,19 @@ def locate_in_matrix(matrix: Matrix, model: ModelConfig, tp: int, rank: int) -> 
     weight = _weight_with(matrix, model)
     if weight is not None and weight.cut == "repeats":
         return View((tp, weight.repeats // tp, -1, matrix.cols), (rank,))
-    first, last = (0, 1) if weight is None else _parts_of(matrix, weight)
-    return View((last - first, tp, -1, matrix.cols), (everything, rank))
+    first, end = (0, 1) if weight is None else _parts_of(matrix, weight)
+    return View((end - first, tp, -1, matrix.cols), (everything, rank))
 
 
 def stored_shape(matrices: Sequence[Matrix], tp: int) -> tuple[int, int]:
     """Returns the (rows, columns), on one TP rank, of the parameter that consists of `matrices`."""
-    rows, first = sum(matrix.rows for matrix in matrices), matrices[0]
-    if first.shard_dim == 1:
-        return rows, first.cols // tp
+    rows = sum(matrix.rows for matrix in matrices)
+    matrix = matrices[0]  # all have the same columns and are cut in the same way
+    if matrix.shard_dim == 1:
+        return rows, matrix.cols // tp
     # One rank has all of a head's matrix, and all ranks have the same number of heads.
-    cut_by_rows = first.shard_dim == 0 or first.home is not None
-    return (rows // tp if cut_by_rows else rows), first.cols
+    cut_by_rows = matrix.shard_dim == 0 or matrix.home is not None
+    return (rows // tp if cut_by_rows else rows), matrix.cols
 
 
 def head_of(matrix: Matrix) -> int | None:
@@ -280,16 +281,16 @@ def head_of(matrix: Matrix) -> int | None:
 def _weight_with(matrix: Matrix, model: ModelConfig) -> Weight | None:
     """Returns a parameter that holds matrices of this kind (for experts, that of any expert); None for kind
     `other`."""
-    return _holders(model).get(matrix.kind)
+    return _weights_by_kind(model).get(matrix.kind)
 
 
 @lru_cache(maxsize=16)
-def _holders(model: ModelConfig) -> Mapping[Kind, Weight]:
+def _weights_by_kind(model: ModelConfig) -> Mapping[Kind, Weight]:
     return {kind: weight for weight in family_of(model).weights(model) for kind in weight.kinds}
 
 
 def _parts_of(matrix: Matrix, weight: Weight) -> tuple[int, int]:
-    """Returns the range of the parameter's parts that a matrix consists of, as (first, last + 1)."""
+    """Returns the range of the parameter's parts that a matrix consists of, as (first, end)."""
     if matrix.kind == weight.kind:
         return 0, len(weight.parts)
     [index] = [index for index, part in enumerate(weight.parts) if part.kind == matrix.kind]

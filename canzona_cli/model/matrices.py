@@ -176,24 +176,21 @@ def number_matrices(blocks: Sequence[LayerBlock], layout: Layout) -> tuple[Matri
     """
     layers = sum(block.layers for block in blocks)
     cut = dict.fromkeys(
-        _cut_by_tp(matrix for block in blocks for matrix in block.matrices if not _whole(matrix, layout))
+        _cut_by_tp(matrix for block in blocks for matrix in block.matrices if not _is_whole(matrix, layout))
     )
-    problems = [
-        *uneven_problems("parallel.tp", layout.tp, cut),
-        *pipeline_problems(layers, layout.pp, layout.vpp),
-    ]
+    problems = [*uneven_problems("parallel.tp", layout.tp, cut), *pipeline_problems(layers, layout.pp, layout.vpp)]
     refuse(problems)
     matrices: list[Matrix] = []
     layer = unit = 0
-    places = _stages_and_chunks(layers, layout)
+    stage_and_chunk = _stages_and_chunks(layers, layout)
     for block in blocks:
         units = 1 + max(matrix.unit for matrix in block.matrices)
         experts = 1 + max((matrix.expert for matrix in block.matrices if matrix.expert is not None), default=0)
         for _ in range(block.layers):
-            stage, chunk = places[layer]
+            stage, chunk = stage_and_chunk[layer]
             for matrix in block.matrices:
                 per_head = matrix.slices > 0 and layout.tp > 1
-                whole = _whole(matrix, layout)
+                whole = _is_whole(matrix, layout)
                 matrices.append(
                     Matrix(
                         index=len(matrices),
@@ -211,11 +208,12 @@ def number_matrices(blocks: Sequence[LayerBlock], layout: Layout) -> tuple[Matri
                         expert_rank=(matrix.expert or 0) * layout.ep // experts if whole else None,
                     )
                 )
-            layer, unit = layer + 1, unit + units
+            layer += 1
+            unit += units
     return tuple(matrices)
 
 
-def _whole(matrix: LayerMatrix, layout: Layout) -> bool:
+def _is_whole(matrix: LayerMatrix, layout: Layout) -> bool:
     """Returns True if tensor parallelism does not cut the matrix, because it belongs to an expert and experts
     are divided among ranks."""
     return layout.ep > 1 and matrix.expert is not None
@@ -282,8 +280,10 @@ def layer_matrices(model: ModelConfig, splitting: Splitting) -> tuple[LayerMatri
                     )
                 )
             # Parts that repeat are interleaved in one range of the buffer, so they share a unit.
-            unit += parameter.cut != "repeats"
-        unit += parameter.cut == "repeats"
+            if parameter.cut != "repeats":
+                unit += 1
+        if parameter.cut == "repeats":
+            unit += 1
     return tuple(matrices)
 
 
@@ -349,13 +349,13 @@ def routing(config: RunConfig) -> Routing:
     family = family_of(model)
     weights = [(weight.name, weight.elements) for weight in family.weights(model)] if adamw_only else []
     replicated = [(parameter.name, parameter.elements) for parameter in family.replicated(model)]
-    rest = (
+    adamw = (
         Routed(pattern=EMBEDDING, count=1, elements=vocabulary),
         *_group_by_pattern("decoder.layers.*.", layers, [*weights, *replicated]),
         Routed(pattern=FINAL_NORM, count=1, elements=model.hidden_size),
         *(() if model.tied_embeddings else (Routed(pattern=OUTPUT, count=1, elements=vocabulary),)),
     )
-    return Routing(optimizer=config.optimizer.name, matrices=() if adamw_only else _group_matrices(config), adamw=rest)
+    return Routing(optimizer=config.optimizer.name, matrices=() if adamw_only else _group_matrices(config), adamw=adamw)
 
 
 def _group_matrices(config: RunConfig) -> tuple[Routed, ...]:
@@ -379,12 +379,12 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\.weight)\d+$")
 """The index of a head or of an expert in a name."""
 
 
-def _group_by_pattern(layer: str, layers: int, named: Iterable[tuple[str, int]]) -> tuple[Routed, ...]:
+def _group_by_pattern(prefix: str, layers: int, named: Iterable[tuple[str, int]]) -> tuple[Routed, ...]:
     """Groups the parameters or matrices of `layers` equal layers by pattern; `named` are the names in one
-    layer, with their elements."""
+    layer, without `prefix`, with their elements."""
     counts, elements = Counter[str](), Counter[str]()
-    for name, size in named:
-        pattern = layer + _NUMBER.sub("*", name)
+    for name, elements_each in named:
+        pattern = prefix + _NUMBER.sub("*", name)
         counts[pattern] += layers
-        elements[pattern] += layers * size
+        elements[pattern] += layers * elements_each
     return tuple(Routed(pattern=pattern, count=counts[pattern], elements=elements[pattern]) for pattern in counts)

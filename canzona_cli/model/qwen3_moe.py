@@ -52,15 +52,15 @@ def _modules(model: ModelConfig) -> tuple[Work, ...]:
     experts' matmuls.
     """
     qkv, proj, fc1, fc2 = QWEN3.modules(model)
-    first, *_, last = _weights(model)[2:]
+    expert_fc1, *_, expert_fc2 = _weights(model)[2:]
     experts, chosen = model.num_experts, model.experts_per_token
     copied = 2 * chosen * model.hidden_size
     swiglu = chosen * fc1.elements
     return (
         qkv,
         proj,
-        replace(fc1, weight=first, elements=swiglu, experts=experts, experts_per_token=chosen, copied=copied),
-        replace(fc2, weight=last, experts=experts, experts_per_token=chosen, copied=copied),
+        replace(fc1, weight=expert_fc1, elements=swiglu, experts=experts, experts_per_token=chosen, copied=copied),
+        replace(fc2, weight=expert_fc2, experts=experts, experts_per_token=chosen, copied=copied),
     )
 
 

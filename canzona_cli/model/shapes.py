@@ -206,12 +206,12 @@ def load_shapes(path: Path) -> ModelShapes:
         heads=heads,
         kv_heads=file.kv_heads or heads,
         head_dim=file.head_dim,
-        blocks=tuple(LayerBlock(layers=each.layers, matrices=tuple(_matrices(each))) for each in file.blocks),
-        others=tuple(each.other for each in file.blocks),
+        blocks=tuple(LayerBlock(layers=block.layers, matrices=tuple(_matrices(block))) for block in file.blocks),
+        others=tuple(block.other for block in file.blocks),
     )
 
 
-def _type_problems(error: "ValidationError", prefix: str, file: str) -> Iterator[Problem]:
+def _type_problems(error: "ValidationError", prefix: str, file_name: str) -> Iterator[Problem]:
     """Yields a problem for each value that pydantic refused.
 
     Args:
@@ -226,21 +226,21 @@ def _type_problems(error: "ValidationError", prefix: str, file: str) -> Iterator
             reason = f"must be {bound}"
         shown = value if isinstance(value, str | int | float) else None
         key = ".".join(map(str, detail["loc"])).removeprefix(prefix)
-        yield Problem(key=key, value=shown, reason=f"{reason or detail['msg'].lower()} (in {file})")
+        yield Problem(key=key, value=shown, reason=f"{reason or detail['msg'].lower()} (in {file_name})")
 
 
-def _matrix_problems(file: _File, prefix: str, where: str) -> Iterator[Problem]:
+def _matrix_problems(file: _File, prefix: str, file_name: str) -> Iterator[Problem]:
     """Yields a problem for each repetition of a name within a layer, and one if there are too many matrices
     in all layers."""
-    for number, block in enumerate(file.blocks):
+    for block_index, block in enumerate(file.blocks):
         names = [entry.name for entry in block.matrices]
-        for index, name in enumerate(names):
-            if name in names[:index]:
-                key = f"blocks.{number}.matrices.{index}.name".removeprefix(prefix)
-                yield Problem(key=key, value=name, reason=f"is the name of two matrices in one layer (in {where})")
+        for matrix_index, name in enumerate(names):
+            if name in names[:matrix_index]:
+                key = f"blocks.{block_index}.matrices.{matrix_index}.name".removeprefix(prefix)
+                yield Problem(key=key, value=name, reason=f"is the name of two matrices in one layer (in {file_name})")
     total = sum(block.layers * sum(entry.count for entry in block.matrices) for block in file.blocks)
     if total > _MOST_MATRICES:
-        reason = f"must be at most {_MOST_MATRICES:,} in all layers (in {where})"
+        reason = f"must be at most {_MOST_MATRICES:,} in all layers (in {file_name})"
         yield Problem(key="matrices", value=total, reason=reason)
 
 

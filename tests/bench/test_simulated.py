@@ -238,7 +238,7 @@ def test_a_page_draws_iteration_optimizer_and_overhead_of_every_size(muon: Simul
     assert [gpus for gpus, _ in steps] == [
         cell.gpus for cell in muon.cells_of(muon.recipes[0]) if cell.study is not None
     ]
-    assert page.all("circle", class_="hollow"), "what does not fit into memory"
+    assert page.all("circle", class_="hollow"), "what does not fit in memory"
     nothing = document("canzona bench --simulate", SimulationView(run_simulation(["recipe=32b"], (1,))))
     assert not read_page(nothing.text()).all("svg", class_="plot")
 
