@@ -98,14 +98,14 @@ def _describe_groups(plan: Plan) -> Iterator[str]:
     """Yields "one" or "several" for each owner, by its number of micro-groups; yields nothing if tp is 1."""
     if plan.subject.layout.tp > 1:
         groups = Counter((group.stage, group.owner) for group in plan.groups)
-        yield from ("one" if number == 1 else "several" for number in groups.values())
+        yield from ("one" if count == 1 else "several" for count in groups.values())
 
 
 def _fastest_layout(config: RunConfig, layout: Layout, plan: Plan) -> str:
     """Returns the buffer layout with the shortest simulated iteration, but the default unless another is clearly
     faster."""
     default = plan.subject.settings.layout
-    best, least = str(default), simulate_plan(with_cores(config), layout, plan).iteration_s * (1 - CLEARLY)
+    best, shortest_s = str(default), simulate_plan(with_cores(config), layout, plan).iteration_s * (1 - CLEARLY)
     for other in get_args(BufferLayout):
         if other == default:
             continue
@@ -114,9 +114,9 @@ def _fastest_layout(config: RunConfig, layout: Layout, plan: Plan) -> str:
             planned = make_plan(changed, layout)
         except DoesNotFit:
             continue
-        seconds = simulate_plan(with_cores(changed), layout, planned).iteration_s
-        if seconds < least:
-            best, least = other, seconds
+        iteration_s = simulate_plan(with_cores(changed), layout, planned).iteration_s
+        if iteration_s < shortest_s:
+            best, shortest_s = other, iteration_s
     return best
 
 

@@ -86,11 +86,11 @@ def mode_columns() -> dict[str, dict[str, Cell]]:
     single = (*GRAM, *one_rank("tp2"))
     alone, other = train(single, (*single, OTHER))
     columns = {mode: {CONTROL: cell(alone, other, (*single, OTHER), "muon")} for mode in MODES}
-    for where, overrides in CUT.items():
+    for layout, overrides in CUT.items():
         runs = {mode: (*settings, *overrides) for mode, settings in MODES.items()}
         for mode, trained in zip(MODES, train(*runs.values()), strict=True):
-            columns[mode][where] = cell(alone, trained, runs[mode], "muon")
-            print(f"{mode}, {where}: {format_cell(columns[mode][where])}", flush=True)
+            columns[mode][layout] = cell(alone, trained, runs[mode], "muon")
+            print(f"{mode}, {layout}: {format_cell(columns[mode][layout])}", flush=True)
     return columns
 
 
@@ -98,7 +98,7 @@ def cell(alone: Trained, trained: Trained, run: tuple[str, ...], optimizer: str)
     """Compares a run with the run `alone` on one rank, and its matrices with an ordinary optimizer's."""
     config, _ = resolve(*run)
     replayed = {name: weight for name, weight in replay(trained, config).items() if name not in trained.shared}
-    together, most = inexactness(trained, config) if trained.shared else (0.0, 0.0)
+    overall, worst = inexactness(trained, config) if trained.shared else (0.0, 0.0)
     return {
         "deviation_lr": deviation(trained.after, alone.after, LR),
         "deviation_bound_lr": ROUNDING[optimizer],
@@ -107,8 +107,8 @@ def cell(alone: Trained, trained: Trained, run: tuple[str, ...], optimizer: str)
         "matrices": len(trained.gradients[0]),
         "matrices_not_bitwise": len(different(trained.after, replayed)),
         "matrices_shared": len(trained.shared),
-        "shared_times_as_inexact": together,
-        "shared_times_as_inexact_at_most": most,
+        "shared_times_as_inexact": overall,
+        "shared_times_as_inexact_at_most": worst,
         "fallbacks": trained.fallbacks,
     }
 
@@ -136,8 +136,8 @@ def exceeds_limit(cell: Cell) -> bool:
 def show(columns: dict[str, dict[str, Cell]], layouts: Iterable[str]) -> None:
     """Prints the cells as a Markdown table."""
     print(f"\n| layout | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
-    for where in (CONTROL, *layouts):
-        print(f"| {where} | {' | '.join(format_cell(cells[where]) for cells in columns.values())} |")
+    for layout in (CONTROL, *layouts):
+        print(f"| {layout} | {' | '.join(format_cell(cells[layout]) for cells in columns.values())} |")
     farthest = {name: max(float(cell["moved_lr"]) for cell in cells.values()) for name, cells in columns.items()}
     moved = ", ".join(f"{name} {most:.1f}" for name, most in farthest.items())
     print(f"\nLargest change of a weight in training, in learning rates: {moved}.")

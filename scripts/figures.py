@@ -112,8 +112,8 @@ def plain_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
         steps = [
             step_time(studied.result(name).optimizer_s) if studied.strategies[name].fits else MISSING for name in names
         ]
-        shares = ", ".join(overhead(studied.overhead(name)) for name in ("canzona", "layerwise", "sc"))
-        rows.append([f"{count:,}", words(studied.layout), *steps, shares])
+        overheads = ", ".join(overhead(studied.overhead(name)) for name in ("canzona", "layerwise", "sc"))
+        rows.append([f"{count:,}", words(studied.layout), *steps, overheads])
     listed = ",".join(map(str, gpus))
     return Table(
         caption=f"Computed by `canzona bench --simulate --gpus {listed} recipe={MODEL} {' '.join(PLAIN)}`. canzona "
@@ -232,8 +232,8 @@ def arithmetics_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
         cells = []
         for variant in variants:
             result = simulate_plan(variant, layout, make_plan(variant, layout))
-            share = overhead(result.iteration_s / adamw.iteration_s - 1, digits=2)
-            cells.append(f"{milliseconds(result.optimizer_s)} ms, {share}")
+            over_adamw = overhead(result.iteration_s / adamw.iteration_s - 1, digits=2)
+            cells.append(f"{milliseconds(result.optimizer_s)} ms, {over_adamw}")
         rows.append([f"{count:,}", words(layout), *cells])
     return Table(
         caption=f"Computed with `recipe={MODEL} gpus=GPUS`, in the default's layout. Cells have the optimizer step and "

@@ -43,12 +43,12 @@ VOLATILE = {"plan_hash", "plan_version", "version", "planning_s", "simulation_s"
 def canzona(*words: str, check: bool = True) -> str:
     """Runs a command of the canzona that this Python imports; returns its standard output."""
     environment = {**os.environ, "COLUMNS": "120", "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "canzona_cli", *words], capture_output=True, text=True, env=environment, check=False
     )
-    if check and ran.returncode:
-        raise SystemExit(f"canzona {' '.join(words)}: exit code {ran.returncode}\n{ran.stderr}")
-    return ran.stdout
+    if check and process.returncode:
+        raise SystemExit(f"canzona {' '.join(words)}: exit code {process.returncode}\n{process.stderr}")
+    return process.stdout
 
 
 def runs() -> Iterator[tuple[str, ...]]:
@@ -70,10 +70,10 @@ def record(out: Path) -> None:
     }
     _write(out / "plans.json", plans)
     _write(out / "help.json", {command: canzona(*command.split(), "--help") for command in COMMANDS})
-    with tempfile.TemporaryDirectory() as place:
-        canzona("train", *SMALL, "train.steps=300", f"run.dir={place}/curve")
-        _write(out / "curve.json", _curve(Path(place) / "curve"))
-        _write(out / "checkpoints.json", {kind: _checkpoint(kind, Path(place) / kind) for kind in KINDS})
+    with tempfile.TemporaryDirectory() as folder:
+        canzona("train", *SMALL, "train.steps=300", f"run.dir={folder}/curve")
+        _write(out / "curve.json", _curve(Path(folder) / "curve"))
+        _write(out / "checkpoints.json", {kind: _checkpoint(kind, Path(folder) / kind) for kind in KINDS})
 
 
 def _curve(run: Path) -> list[list[float]]:

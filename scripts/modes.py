@@ -115,19 +115,19 @@ def main() -> None:
 
         standard, hosted = cell.plan("hosted", "standard"), cell.plan("hosted")
         shared, auto = cell.plan("shared"), cell.plan("auto")
-        fast = [cell.plan(mode, symmetric=0.5) for mode in ("hosted", "auto")]
+        symmetric = [cell.plan(mode, symmetric=0.5) for mode in ("hosted", "auto")]
         columns = [shown(plan) for plan in (standard, hosted, shared, auto)]
         name = f"{cell.name} {cell.config.gpus:,}"
         layout = mesh_label(mesh)
-        print(f"| {name} | {layout} | {' | '.join([*columns, str(auto.shared), *map(shown, fast)])} |", flush=True)
+        print(f"| {name} | {layout} | {' | '.join([*columns, str(auto.shared), *map(shown, symmetric)])} |", flush=True)
         before.append(hosted.balance.grid)
         after.append(auto.balance.grid)
         slower += auto.iteration_s > hosted.iteration_s * (1 + 1e-9)
     for goal in GOALS:
-        numbers = [sum(value <= goal for value in values) for values in (before, after)]
-        print(f"\nRuns with a balance of at most {goal}: {numbers[0]} hosted, {numbers[1]} auto, of {len(after)}")
-    worse = sum(new > old * 1.001 for old, new in zip(before, after, strict=True))
-    print(f"\nRuns in which auto is worse balanced than hosted: {worse}; in which it is slower: {slower}")
+        counts = [sum(value <= goal for value in values) for values in (before, after)]
+        print(f"\nRuns with a balance of at most {goal}: {counts[0]} hosted, {counts[1]} auto, of {len(after)}")
+    worse_balanced = sum(new > old * 1.001 for old, new in zip(before, after, strict=True))
+    print(f"\nRuns in which auto is worse balanced than hosted: {worse_balanced}; in which it is slower: {slower}")
     sys.exit(1 if slower else 0)
 
 

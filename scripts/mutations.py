@@ -66,15 +66,15 @@ def noticed(tests: Sequence[str], copy: Path) -> str | None:
     # No bytecode is written: it would hide an edit that changes neither the size of a file nor the second of its time.
     environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
-        ran = subprocess.run(
+        process = subprocess.run(
             command, cwd=copy, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
         )
     except subprocess.TimeoutExpired:
         return "still running"
-    if ran.returncode == 0:
+    if process.returncode == 0:
         return None
-    failed = _FAILED.search(ran.stdout)
-    return failed[1] if failed else f"pytest: exit {ran.returncode}"
+    first_failure = _FAILED.search(process.stdout)
+    return first_failure[1] if first_failure else f"pytest: exit {process.returncode}"
 
 
 def main(words: Sequence[str]) -> int:

@@ -130,9 +130,9 @@ def table(results: Sequence[BenchResult], kind: Time) -> Table:
     for head in ("measured", "predicted", "error"):
         shown.add_column(head, justify="right")
     for bench, rows in itertools.groupby(cells(results, kind), key=lambda cell: cell.bench):
-        for number, cell in enumerate(rows):
+        for index, cell in enumerate(rows):
             shown.add_row(
-                bench if number == 0 else "",
+                bench if index == 0 else "",
                 clean(cell.strategy),
                 milliseconds(cell.measured_s),
                 milliseconds(cell.predicted_s),
@@ -148,9 +148,9 @@ def verdict(results: Sequence[BenchResult], kind: Time) -> Iterator[str]:
     wrong order."""
     all_cells, ranked = cells(results, kind), list(pairs(results, kind))
     by_strategy = {name: [cell.good for cell in all_cells if cell.strategy == name] for name in STRATEGIES}
-    each = ", ".join(f"{name} {sum(good)}/{len(good)}" for name, good in by_strategy.items() if good)
+    by_name = ", ".join(f"{name} {sum(good)}/{len(good)}" for name, good in by_strategy.items() if good)
     good, share = sum(cell.good for cell in all_cells), share_good(all_cells)
-    yield f"{TIMES[kind]}: {good} of {plural(len(all_cells), 'result')} ({share:.0%}) within {WITHIN:.0%} ({each})"
+    yield f"{TIMES[kind]}: {good} of {plural(len(all_cells), 'result')} ({share:.0%}) within {WITHIN:.0%} ({by_name})"
     right = sum(pair.right for pair in ranked)
     yield f"  {plural(len(ranked), 'pair')} measured more than {APART:.0%} apart, {right} predicted in the right order"
     for pair in ranked:

@@ -169,14 +169,14 @@ def run_simulation(
     """
     named = [text.partition("=")[2].strip() for text in overrides if key_of(text) == "recipe"]
     _check_overrides(overrides, named)
-    rest = [text for text in overrides if key_of(text) != "recipe"]
+    other_overrides = [text for text in overrides if key_of(text) != "recipe"]
     cells: list[SimulatedCell] = []
     configs: list[RunConfig] = []
     for recipe in named or sizes:
         refused: list[ConfigError] = []
         for count in gpus:
             try:
-                config = _config(recipe, count, rest, recipes_dirs)
+                config = _config(recipe, count, other_overrides, recipes_dirs)
                 configs.append(config)
                 cells.append(_cell(config, count))
             except ConfigError as error:

@@ -296,8 +296,8 @@ def with_peak(profile: ClusterConfig) -> ClusterConfig:
     if profile.device != "cpu":
         return profile
     fastest = max((rate for _, rate in profile.matmul_tflops), default=profile.bf16_tflops)
-    least = min(1.0, profile.forward_factor, profile.backward_factor)
-    return replace(profile, bf16_tflops=significant(fastest / least))
+    lowest_factor = min(1.0, profile.forward_factor, profile.backward_factor)
+    return replace(profile, bf16_tflops=significant(fastest / lowest_factor))
 
 
 def _of_quantity(record: Record, quantity: Quantity) -> Iterable[Measurement]:

@@ -171,7 +171,7 @@ def swept_runs(arguments: Sequence[str], recipes_dirs: Sequence[Path]) -> tuple[
     runs: list[SweptRun] = []
     failed: list[tuple[Combination, CanzonaError]] = []
     requested = combinations(arguments)
-    recipe_of = cache(lambda others: compose_run(others, recipes_dirs=recipes_dirs).config.optimizer)
+    recipe_of = cache(lambda overrides: compose_run(overrides, recipes_dirs=recipes_dirs).config.optimizer)
     for combination in requested:
         try:
             combination = _with_scaled_minimum(combination, recipe_of)

@@ -141,7 +141,7 @@ def _lasting(config: RunConfig, algorithm: Algorithm, layout: Layout, stage: int
     # Megatron pads its layer-wise buffers so that undivided parameters fit equal shards. Every rank stores
     # the padding.
     stored = weights.others + (weights.matrices if fullest is None else max(weights.matrices, fullest.padded))
-    width, grad = config.train.weight_bytes, config.train.gradient_bytes
+    weight_bytes, gradient_bytes = config.train.weight_bytes, config.train.gradient_bytes
     layers = stage_layers(config.model.num_layers, layout, stage)
     state = sum(_state_on_fullest(config, algorithm, layout, weights, fullest, layers).values())
     exchange = least_workspace_bytes(config, algorithm)
@@ -149,7 +149,7 @@ def _lasting(config: RunConfig, algorithm: Algorithm, layout: Layout, stage: int
         exchange += least_buffer_bytes(config, layout, stage)
     elif config.execution is Execution.REDUNDANT:
         exchange += FP32 * _gathered_elements(config, layout)
-    return width * stored, grad * stored, state, exchange
+    return weight_bytes * stored, gradient_bytes * stored, state, exchange
 
 
 def _state_on_fullest(
@@ -325,12 +325,12 @@ def checkpoint_bytes(config: RunConfig) -> int:
     """Counts the bytes of a checkpoint's tensors in any layout: one copy of all fp32 masters and state.
     Weights are not stored."""
     algorithm, count = algorithm_of(config), parameter_count(config.model)
-    adamw = 3 * FP32
+    adamw_bytes = 3 * FP32
     if config.execution is Execution.ADAMW:
-        return adamw * count.total
+        return adamw_bytes * count.total
     factors = config.model.num_layers * sum(factor_bytes(algorithm, *shape) for shape in matrix_shapes(config))
-    others = count.total - count.layer_matrices
-    return (FP32 + moment_bytes(algorithm)) * count.layer_matrices + factors + adamw * others
+    adamw_elements = count.total - count.layer_matrices
+    return (FP32 + moment_bytes(algorithm)) * count.layer_matrices + factors + adamw_bytes * adamw_elements
 
 
 def spare_bytes(config: RunConfig, algorithm: Algorithm, layout: Layout, limit: int) -> int:

@@ -264,9 +264,9 @@ class Attempt:
         for bucket in candidate.buckets:
             typical[Pool(bucket.stage, bucket.expert_rank)].append(bucket)
         return tuple(
-            replace(bucket, reduction=like.reduction, gathering=like.gathering)
-            for (stage, rank), held in groupby(made, lambda bucket: (bucket.stage, bucket.expert_rank))
-            for bucket, like in zip(held, typical[Pool(stage, None if rank is None else 0)], strict=True)
+            replace(bucket, reduction=typical_bucket.reduction, gathering=typical_bucket.gathering)
+            for (stage, rank), of_pool in groupby(made, lambda bucket: (bucket.stage, bucket.expert_rank))
+            for bucket, typical_bucket in zip(of_pool, typical[Pool(stage, None if rank is None else 0)], strict=True)
         )
 
 

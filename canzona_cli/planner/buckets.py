@@ -252,8 +252,8 @@ def buckets(
 
 def owner_of(part: Part, matrices: Sequence[Matrix], assignment: Assignment, mesh: Mesh) -> int:
     """Returns the owner of a part, numbered as in the ranges of buckets."""
-    first = part.matrices[0]
-    return assignment.cells[first].reducing_rank(matrices[first], mesh)
+    index = part.matrices[0]
+    return assignment.cells[index].reducing_rank(matrices[index], mesh)
 
 
 class _Owned(NamedTuple):

@@ -96,9 +96,9 @@ class GroupSearch:
         """
         check_capacity(self._matrices, self._pipeline.tp, self._settings, self._pipeline.element_bytes)
         return tuple(
-            MicroGroup(stage=stage, owner=owner, index=number, matrices=group)
+            MicroGroup(stage=stage, owner=owner, index=index, matrices=group)
             for stage, owner, _, groups in self._find_all(assignment)
-            for number, group in enumerate(groups)
+            for index, group in enumerate(groups)
         )
 
     def slowest_owner_seconds(self, assignment: Assignment) -> dict[int, float]:
@@ -317,11 +317,11 @@ def _alternatives(jobs: Sequence[Job], packer: HostPacker, possible: SharedCosts
 
 def _fullest(jobs: Sequence[Job], tp: int) -> int:
     """Counts the elements that the fullest host holds, including its fragments of shared matrices."""
-    held = [0] * tp
+    elements = [0] * tp
     shared = 0
     for job in jobs:
         if job.shared_cost is None:
-            held[job.host] += job.matrix.elements
+            elements[job.host] += job.matrix.elements
         else:
             shared += job.matrix.elements // tp
-    return shared + max(held)
+    return shared + max(elements)

@@ -185,13 +185,13 @@ def communication(config: RunConfig, layout: Layout, plan: Plan) -> Communicatio
     """Counts the traffic of one step in reductions, gatherings and exchanges, excluding the traffic of the
     model's forward and backward passes."""
     mesh = plan.subject.layout
-    width, grad = config.train.weight_bytes, config.train.gradient_bytes
+    weight_bytes, gradient_bytes = config.train.weight_bytes, config.train.gradient_bytes
     ranks = (_traffic_of(config, layout, plan, *rank) for rank in product(range(mesh.pp), range(mesh.ep)))
     reduced, gathered, reductions, gathers = map(max, zip(*ranks, strict=True))
     communicated = [bucket for bucket in plan.buckets if mesh.reducers(bucket.expert_rank) > 1]
     return Communication(
-        dp_reduce_bytes=round(reduced * grad),
-        dp_gather_bytes=round(gathered * width),
+        dp_reduce_bytes=round(reduced * gradient_bytes),
+        dp_gather_bytes=round(gathered * weight_bytes),
         tp_exchange_bytes=max(exchange_sent(config, plan), default=0),
         dp_reductions=reductions,
         dp_gathers=gathers,
@@ -254,17 +254,17 @@ def exchange_sent(config: RunConfig, plan: Plan) -> list[int]:
     """Counts the bytes that each rank sends within its TP group in a step, at index `Mesh.rank(stage,
     cell)`."""
     mesh = plan.subject.layout
-    width, grad = config.train.weight_bytes, config.engine.gradient_bytes
+    weight_bytes, gradient_bytes = config.train.weight_bytes, config.engine.gradient_bytes
     sent = [0] * (mesh.pp * mesh.cells)
     for group, moved in _traffic(plan):
         first_rank = mesh.rank(group.stage, group.owner * mesh.tp)
         for host, (gradients, weights) in enumerate(zip(moved.gradients.sent, moved.weights.sent, strict=True)):
-            sent[first_rank + host] += gradients * grad + weights * width
+            sent[first_rank + host] += gradients * gradient_bytes + weights * weight_bytes
     for index in plan.assignment.shared_costs:
         matrix = plan.matrices[index]
         first_rank = mesh.rank(matrix.stage, plan.assignment.cells[index].owner * mesh.tp)
         for rank in range(first_rank, first_rank + mesh.tp):
-            sent[rank] += shared_bytes(matrix, mesh.tp, plan.subject.optimizer.ns_steps, width)
+            sent[rank] += shared_bytes(matrix, mesh.tp, plan.subject.optimizer.ns_steps, weight_bytes)
     return sent
 
 

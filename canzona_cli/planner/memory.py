@@ -245,7 +245,7 @@ def plan_memory(config: RunConfig, layout: Layout, plan: Plan) -> PlanMemory:
 def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> PlanMemory:
     """Returns the memory of a stage's fullest cell."""
     mesh, algorithm = plan.subject.layout, plan.subject.optimizer
-    width, grad = config.train.weight_bytes, config.train.gradient_bytes
+    weight_bytes, gradient_bytes = config.train.weight_bytes, config.train.gradient_bytes
     # Fragments are counted from the plan, because a user's shapes differ from the shapes of `stage_weights`.
     fragments = sum(m.fragment_elements(mesh.tp) for m, _ in plan.placed[stage] if m.expert_rank in (None, 0))
     padding = sum(bucket.padding for bucket in rank_buckets(plan.buckets, stage))
@@ -279,9 +279,9 @@ def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> 
     return PlanMemory(
         parts=MappingProxyType(
             {
-                "weights": width * stored,
-                "gradients": grad * stored,
-                "padding": (width + grad) * padding,
+                "weights": weight_bytes * stored,
+                "gradients": gradient_bytes * stored,
+                "padding": (weight_bytes + gradient_bytes) * padding,
                 **varying(worst),
             }
         ),

@@ -228,13 +228,13 @@ def divide_iteration(config: RunConfig, layout: Layout, result: StrategyResult) 
     tensor_s = count * sum(transfer.seconds for module in stage.modules for transfer in module.moves)
     passes_s = phases["forward"] + phases["backward"] + phases["dispatch"]
     compute_s = passes_s - again_s - tensor_s
-    known = {
+    other_parts = {
         "pipeline_s": phases["pipeline"],
         "reduce_s": phases["grad_reduce"],
         "gather_s": phases["param_gather"],
         "update_s": sum(phases[name] for name in ("norm_clip", "exchange", "matrix_update", "adamw_update")),
     }
-    other_s = result.iteration_s - compute_s - again_s - tensor_s - sum(known.values())
+    other_s = result.iteration_s - compute_s - again_s - tensor_s - sum(other_parts.values())
     return IterationParts(
-        compute_s=compute_s, recompute_s=again_s, tensor_s=tensor_s, other_s=max(0.0, other_s), **known
+        compute_s=compute_s, recompute_s=again_s, tensor_s=tensor_s, other_s=max(0.0, other_s), **other_parts
     )
