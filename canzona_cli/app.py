@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperArgument, TyperGroup
 from typer.main import get_command, get_group
 
 from canzona_cli import __version__
@@ -37,6 +37,8 @@ COMMANDS = {
 }
 
 
+# In help, an argument is only its name: Typer would add a Python type, such as `<list[str]>`.
+TyperArgument.display_type_rich = lambda self, ctx: ""  # type: ignore[method-assign]
 _ARGUMENTS = "canzona.words"
 """The key in click's `meta` under which the arguments after the command's name are stored."""
 

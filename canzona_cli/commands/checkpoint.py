@@ -128,8 +128,8 @@ def export(
     if to == "hf":
         export_hugging_face(choose(where).find(step), out, dtype, tokenizer, as_json=as_json)
         return
-    given = {"--dtype": dtype, "--tokenizer": tokenizer}
+    ignored_options = {"--dtype": dtype, "--tokenizer": tokenizer}
     reason = "Megatron's checkpoints have the run's precision and no tokenizer"
     fix = "leave it out, or use --to hf"
-    refuse(Problem(key=key, value=value, reason=reason, fix=fix) for key, value in given.items() if value)
+    refuse(Problem(key=key, value=value, reason=reason, fix=fix) for key, value in ignored_options.items() if value)
     export_megatron(choose(where).find(step), out, as_json=as_json)

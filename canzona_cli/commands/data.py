@@ -17,7 +17,7 @@ def prepare(
     inputs: Annotated[
         list[str],
         Argument(
-            metavar="INPUT...",
+            metavar="INPUT",
             help="Files, globs or folders of UTF-8 text, JSONL or Parquet (also .gz, .bz2, .xz, .zst); '-' for "
             "standard input; stdlib for the sources of the Python standard library.",
             show_default=False,

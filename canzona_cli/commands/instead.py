@@ -111,17 +111,18 @@ def bad_usage(context: Any, error: Any, words: Sequence[str]) -> Problem:
     option, value = _option_and_value(parameter)
     name = option or value
     if getattr(error, "message", "") in ("", None):
-        required = [_option_and_value(parameter) for parameter in context.command.params if parameter.required]
-        required.sort(key=lambda parameter: parameter[0] != "")  # arguments before options
-        usage = [f"{option} {value}".strip() for option, value in required]
-        return Problem(key=name, reason="is missing", fix=f"write {path} {' '.join(usage)}")
+        required = [_option_and_value(other) for other in context.command.params if other.required]
+        arguments = [value for option, value in required if not option]
+        options = [f"{option} {value}" for option, value in required if option]
+        return Problem(key=name, reason="is missing", fix=f"write {' '.join([path, *arguments, *options])}")
     return Problem(key=name, reason=_sentence(error.message), fix=fix)
 
 
 def _option_and_value(parameter: Any) -> tuple[str, str]:
     """Returns the longest name of an option (empty for an argument), and the placeholder of its value."""
     option = max(parameter.opts, key=len) if parameter.param_type_name == "option" else ""
-    return option, parameter.metavar or str(parameter.name).upper()
+    value = parameter.metavar or str(parameter.name).upper()
+    return option, value + ("..." if parameter.nargs == -1 else "")
 
 
 def _sentence(message: str) -> str:

@@ -176,9 +176,9 @@ def _resolve_sweep(
         problems.append(Problem(key="--array", value=options.array, reason=reason, fix=f"--array 0-{len(runs) - 1}"))
     needed = {(node_count(run.config), ranks_per_node(run.config)) for run in runs}
     if len(needed) > 1:
-        shown = " or ".join(f"{nodes} x {ranks}" for nodes, ranks in sorted(needed))
+        sizes = " or ".join(f"{nodes} x {ranks}" for nodes, ranks in sorted(needed))
         reason, fix = "all tasks of an array get the same nodes", "submit a sweep for each number of GPUs"
-        problems.append(Problem(key="--sweep", value=shown, reason=reason, fix=fix))
+        problems.append(Problem(key="--sweep", value=sizes, reason=reason, fix=fix))
     refuse(problems)
     return runs[0].config, runs[0].layout, options
 

@@ -93,5 +93,5 @@ def _show_reason(outcome: Outcome) -> None:
     if outcome.traceback:
         tell("\n".join(("", *outcome.traceback)), "dim")
     if outcome.log is not None:
-        place = "the launcher" if outcome.rank is None else f"rank {outcome.rank}"
-        tell(f"\nfull output of {place}: {outcome.log}")
+        source = "the launcher" if outcome.rank is None else f"rank {outcome.rank}"
+        tell(f"\nfull output of {source}: {outcome.log}")

@@ -242,9 +242,8 @@ def _launch(
             run = RunDirectory(RunFiles(Path(config.run.dir or "").absolute()))
         first_attempt = _prepare_attempt(run, job, corpus, restarts=0)
     if node_rank:
-        last_node = torchrun.node_count(config) - 1
-        place = f"machine {node_rank} (of 0 to {last_node})"
-        tell(f"{place} starts its ranks; machine 0 shows the run; run directory: {run.path}")
+        machine = f"machine {node_rank} (of 0 to {torchrun.node_count(config) - 1})"
+        tell(f"{machine} starts its ranks; machine 0 shows the run; run directory: {run.path}")
     per_node = torchrun.ranks_per_node(config)
     command_to_resume = resume_command(*command_line, config, run.path)
     restarts = Restarts(most=config.run.restarts)
@@ -321,10 +320,10 @@ def _show_progress(view: TrainView, requests: Requests) -> Iterator[Callable[[st
 def _import_weights(config: RunConfig, run: RunDirectory) -> None:
     """Imports the weights of a Hugging Face folder as the checkpoint of step 0. Does nothing if the run does
     not start from such a folder or already has a checkpoint."""
-    where = config.checkpoint.weights_from
-    folder = Path(where or "").expanduser()
+    source = config.checkpoint.weights_from
+    folder = Path(source or "").expanduser()
     saved = CheckpointStore(run.files.checkpoints).latest()
-    if where is None or not is_hugging_face(folder) or saved is not None:
+    if source is None or not is_hugging_face(folder) or saved is not None:
         return
     from canzona_cli.huggingface.weights import import_weights  # imports torch
 

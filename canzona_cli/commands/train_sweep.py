@@ -82,11 +82,11 @@ def _train_all(runs: Sequence[SweptRun], root: Path, recipes_dirs: list[Path], r
     and finished runs are skipped. Returns the largest exit code, or that of the stop."""
     codes, printed = [int(ExitCode.OK)], set[str]()
     for number, run in enumerate(runs, 1):
-        where = f"run {number} of {len(runs)}: {run.combination.words}"
+        title = f"run {number} of {len(runs)}: {run.combination.words}"
         if finished_result(_files(run, root), run.config) is not None:
-            tell(f"{where}: is already finished", "bold")
+            tell(f"{title}: is already finished", "bold")
             continue
-        codes.append(_train(_run_overrides(run, root), recipes_dirs, requests, where, printed))
+        codes.append(_train(_run_overrides(run, root), recipes_dirs, requests, title, printed))
         if codes[-1] in _STOPPED:
             return codes[-1]
     return max(codes)

@@ -91,10 +91,10 @@ def _schedule_problems(config: RunConfig) -> Iterator[Problem]:
         fix = f"use schedule.warmup_steps={steps // 10}"
         yield Problem("schedule.warmup_steps", reason, fix, value=schedule.warmup_steps)
     elif schedule.decay == "wsd" and schedule.wsd_decay_steps is not None:
-        room = schedule.decay_steps - schedule.warmup_steps
-        if schedule.wsd_decay_steps > room:
-            reason = f"only {room} steps are left after the warm-up"
-            fix = f"use schedule.wsd_decay_steps={max(room // 10, 1)}, or leave it null"
+        available_steps = schedule.decay_steps - schedule.warmup_steps
+        if schedule.wsd_decay_steps > available_steps:
+            reason = f"only {available_steps} steps are left after the warm-up"
+            fix = f"use schedule.wsd_decay_steps={max(available_steps // 10, 1)}, or leave it null"
             yield Problem("schedule.wsd_decay_steps", reason, fix, value=schedule.wsd_decay_steps)
 
 

@@ -88,9 +88,7 @@ def joined_words(words: Sequence[str], current: int) -> tuple[list[str], int, st
             cursor = len(joined) - 1
             prefix = joined[-1] if word == "=" else left_part
         after_equals = word == "="
-    if current >= len(words):
-        cursor = len(joined)
-    return joined, cursor, prefix
+    return joined, (cursor if current < len(words) else len(joined)), prefix
 
 
 def prepare_completion_options(arguments: list[str]) -> None:

@@ -349,7 +349,7 @@ class _Translation:
         """The name of the built-in model with the same matrices, which is also the name of its recipe; None
         if there is no such model."""
         for name, file in group_options("model", [builtin_recipes_dir()]).items():
-            model = {key: known.default for key, known in settings().items() if key.startswith("model.")}
+            model = {key: setting.default for key, setting in settings().items() if key.startswith("model.")}
             model |= {f"model.{key}": value for key, value in read_yaml(file).items()}
             if all(self._overrides.get(f"model.{key}") == _written(model[f"model.{key}"]) for key in _SHAPE):
                 return name
@@ -404,7 +404,8 @@ class _Translation:
             self._names[key] = self._given.written[name]
 
     def _unusable(self, name: str, text: str, key: str) -> None:
-        part, fix = unknown(text), f"add {key}=VALUE to this command" if key else ""
+        part = unknown(text)
+        fix = f"add {key}=VALUE to this command" if key else ""
         kind = "a number" if name == "lr_warmup_fraction" else "a positive whole number"
         reason = f"is not {kind}" if part is None else "has a value that is not in the file"
         self._report(name, reason, fix, value=text if part is None else part)

@@ -160,12 +160,12 @@ def _check_values(value: object, *, finite: bool) -> None:
     """
     level: Sequence[object] = [value]
     for _ in range(DEEPEST + 1):
-        below: list[object] = []
+        next_level: list[object] = []
         for item in level:
             if isinstance(item, dict):
-                below += [*item, *item.values()]
+                next_level += [*item, *item.values()]
             elif isinstance(item, list):
-                below += item
+                next_level += item
             elif isinstance(item, int):
                 if abs(item) >= LARGEST_INTEGER:
                     raise Unreadable(f"has an integer of {len(str(item)):,} digits")
@@ -174,9 +174,9 @@ def _check_values(value: object, *, finite: bool) -> None:
                     raise Unreadable("has a number that is too large for a float")
             elif item is not None and not isinstance(item, str):
                 raise Unreadable(f"has a value that is neither text nor a number: {type(item).__name__}")
-        if not below:
+        if not next_level:
             return
-        level = below
+        level = next_level
     raise Unreadable(_TOO_DEEP)
 
 
@@ -237,8 +237,8 @@ def _loader() -> Any:
             return mapping
 
     Loader.yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        first_character: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+        for first_character, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789."))
     return Loader

@@ -169,7 +169,7 @@ def target_problem(key: str, where: str) -> Problem:
 
 
 def resolver_problem(key: str, value: str) -> Problem | None:
-    """Returns a problem if a value contains any interpolation except `${section.setting}`; else None.
+    """Returns a problem if a value contains any interpolation except `${section.setting}`; otherwise None.
 
     The results of resolvers, which may be secrets, would be written to the run directory. Everything except
     plain references is refused, because the name of a resolver can be assembled: `${oc.${name}:HOME}`.
@@ -221,10 +221,10 @@ def _texts(value: object, key: str = "", name: str = "", *, names: bool = False)
     """
     if isinstance(value, Mapping):
         for inner_key, inner in value.items():
-            below = f"{key}.{inner_key}" if key else str(inner_key)
+            dotted_key = f"{key}.{inner_key}" if key else str(inner_key)
             if names:
-                yield below, str(inner_key), str(inner_key)
-            yield from _texts(inner, below, str(inner_key), names=names)
+                yield dotted_key, str(inner_key), str(inner_key)
+            yield from _texts(inner, dotted_key, str(inner_key), names=names)
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from _texts(inner, key, name, names=names)

@@ -162,8 +162,8 @@ def tree_of(values: Mapping[str, object]) -> dict[str, object]:
     tree: dict[str, object] = {}
     for key, value in values.items():
         section: dict[str, Any] = tree
-        *above, name = key.split(".")
-        for part in above:
+        *section_names, name = key.split(".")
+        for part in section_names:
             section = section.setdefault(part, {})
         section[name] = value
     return tree

@@ -125,7 +125,9 @@ class _Reader:
     """A reader of a script: its position, and the variables and commands that it has read so far."""
 
     def __init__(self, text: str, variables: dict[str, str]) -> None:
-        self.text, self.at, self.variables = text, 0, variables
+        self.text, self.variables = text, variables
+        self.at = 0
+        """The current position in the text."""
         self.commands: list[tuple[str, ...]] = []
         self.undecided: list[str] = []
         self._open: list[_Branch] = []
@@ -146,19 +148,19 @@ class _Reader:
     def _words(self) -> tuple[list[str], str]:
         words: list[str] = []
         while self.at < len(self.text):
-            rest = self.text[self.at : self.at + 3]
-            if rest[0] in " \t" or rest.startswith("\\\n"):
-                self.at += 1 if rest[0] in " \t" else 2
-            elif rest[0] == "#":
+            ahead = self.text[self.at : self.at + 3]
+            if ahead[0] in " \t" or ahead.startswith("\\\n"):
+                self.at += 1 if ahead[0] in " \t" else 2
+            elif ahead[0] == "#":
                 self.at = self._find("\n", closed=False)
-            elif rest.startswith("((") and (not words or words[-1] in _TESTING):
+            elif ahead.startswith("((") and (not words or words[-1] in _TESTING):
                 end = self._find("))", closed=True)
                 words.append(self.text[self.at : end + 2])
                 self.at = end + 2
-            elif rest[0] in "<>" or rest.startswith("&>"):
+            elif ahead[0] in "<>" or ahead.startswith("&>"):
                 self._redirect()
-            elif rest[0] in _ENDS:
-                sign = rest[:2] if rest[:2] in ("&&", "||", ";;") else rest[0]
+            elif ahead[0] in _ENDS:
+                sign = ahead[:2] if ahead[:2] in ("&&", "||", ";;") else ahead[0]
                 self.at += len(sign)
                 if sign == "\n":
                     self._skip_documents()
@@ -178,8 +180,8 @@ class _Reader:
             while True:
                 if self.at >= len(self.text):
                     raise Unreadable(f"does not close the bracket of {word}(")
-                more, end = self._words()
-                elements += more
+                words, end = self._words()
+                elements += words
                 if end == ")":
                     break
             word += (" " if word.endswith("+=") else "") + " ".join(elements)
@@ -295,8 +297,8 @@ class _Reader:
     def _apply(self, words: list[str], end: str) -> None:
         """Updates the reader after a command: opens or closes a branch at a keyword, evaluates the test of a
         condition, or records the command or the variables that it sets."""
-        while words and (rest := self._keyword(words)) is not None:
-            words = rest
+        while words and (remaining := self._keyword(words)) is not None:
+            words = remaining
         if not words:
             return
         in_condition = bool(self._open) and self._open[-1].reading

@@ -35,21 +35,21 @@ def source_problem(place: str, name: str) -> str | None:
 def _find_module(module: str) -> ModuleSpec | str:
     """Finds a module without importing its parent packages; returns its spec or, if a package or module is
     missing, a message."""
-    first, *rest = module.split(".")
+    package, *names = module.split(".")
     try:
-        spec = find_spec(first)
+        spec = find_spec(package)
     except (ImportError, ValueError):
         spec = None
     if spec is None:
-        return f"there is no package {first} here"
-    dotted = first
-    for part in rest:
-        above, dotted = dotted, f"{dotted}.{part}"
+        return f"there is no package {package} here"
+    dotted = package
+    for part in names:
+        parent, dotted = dotted, f"{dotted}.{part}"
         # An imported package may have added folders to its __path__; an import would search these too.
-        path = getattr(sys.modules.get(above), "__path__", spec.submodule_search_locations)
+        path = getattr(sys.modules.get(parent), "__path__", spec.submodule_search_locations)
         spec = PathFinder.find_spec(dotted, path or [])
         if spec is None:
-            return f"{above} has no module {part}"
+            return f"{parent} has no module {part}"
     return spec
 
 

@@ -156,10 +156,10 @@ def bound_text(error: str, context: Mapping[str, float], value: float) -> str:
     return bound_words(name, context[key], value)
 
 
-def _out_of_range(setting: Setting, value: object, shown: object, place: str) -> Problem:
-    reason = f"is not a finite number{place}"
+def _out_of_range(setting: Setting, value: object, shown: object, in_file: str) -> Problem:
+    reason = f"is not a finite number{in_file}"
     if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
-        reason = f"must be {setting.range.words(value)}{place}"
+        reason = f"must be {setting.range.words(value)}{in_file}"
     fix = _example(setting)
     if isinstance(value, int) and setting.kind == "integer":
         is_low = value < setting.range.at_least
@@ -198,11 +198,11 @@ def _explain(key: str, error: str, value: object, texts: Mapping[str, str], wher
     shown = texts.get(key, value)
     if setting.kind == "choice":
         return _not_a_choice(setting, shown)
-    place = "" if key in texts else f" (in {where})"
+    in_file = "" if key in texts else f" (in {where})"
     if value is None:
-        return Problem(key, f"needs a value{place}", _example(setting), value="null")
+        return Problem(key, f"needs a value{in_file}", _example(setting), value="null")
     if error in _BOUNDS:
-        return _out_of_range(setting, value, shown, place)
+        return _out_of_range(setting, value, shown, in_file)
     if setting.kind == "list":
         return _bad_entry(key, value, "", texts, where)
     null = _OR_NULL if setting.optional else ""
@@ -213,7 +213,7 @@ def _explain(key: str, error: str, value: object, texts: Mapping[str, str], wher
         "boolean": ("true or false", f"write {key}=true or {key}=false{null}"),
         "mapping": ("a mapping of names to values", _example(setting)),
     }.get(setting.kind, ("text", f"quote it: {key}=\"'...'\""))
-    return Problem(key, f"is {_type_words(value)}, not {expected}{place}", fix, value=shown)
+    return Problem(key, f"is {_type_words(value)}, not {expected}{in_file}", fix, value=shown)
 
 
 def _bad_entry(key: str, value: object, reason: str, texts: Mapping[str, str], where: str) -> Problem:
@@ -228,9 +228,9 @@ def _bad_entry(key: str, value: object, reason: str, texts: Mapping[str, str], w
     expected = "a list of valid entries"
     if setting.kind == "mapping":
         expected = "a number, text, true, false, or a list of them"
-    place = "" if on_command_line else f" (in {where})"
+    in_file = "" if on_command_line else f" (in {where})"
     shown = texts.get(key, "null" if value is None else value)
-    return Problem(key, f"{reason or f'is not {expected}'}{place}", _example(setting), value=shown)
+    return Problem(key, f"{reason or f'is not {expected}'}{in_file}", _example(setting), value=shown)
 
 
 def _not_a_choice(setting: Setting, value: object) -> Problem:

@@ -164,8 +164,8 @@ def open_folder(path: Path, *, key: str) -> HuggingFaceFolder:
             problems.append(Problem(key=name, value=file.name, reason=reason, fix="download the folder again"))
         for name, (dtype, shape) in table.items():
             experts = {
-                expert: FolderTensor(file=file, dtype=dtype, shape=(place.rows, shape[-1]), stacked=place)
-                for expert, place in split_stack(name, shape)
+                expert: FolderTensor(file=file, dtype=dtype, shape=(stack_slice.rows, shape[-1]), stacked=stack_slice)
+                for expert, stack_slice in split_stack(name, shape)
             }
             tensors |= experts or {name: FolderTensor(file=file, dtype=dtype, shape=shape)}
     refuse(limit_problems(problems, _MOST_PROBLEMS, key="tensors"))

@@ -200,8 +200,8 @@ def split_stack(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, StackS
     rows = shape[1] // len(parts)
     for expert in range(shape[0]):
         for index, part in enumerate(parts):
-            place = StackSlice(name=name, expert=expert, row=index * rows, rows=rows)
-            yield f"{match[1]}.{expert}.{part}_proj.weight", place
+            stack_slice = StackSlice(name=name, expert=expert, row=index * rows, rows=rows)
+            yield f"{match[1]}.{expert}.{part}_proj.weight", stack_slice
 
 
 def _expand_experts(unit: str, name: str, experts: int) -> Iterator[tuple[str, str]]:

@@ -130,7 +130,7 @@ def run(prepared: PreparedEvaluation, say: Callable[[str], None]) -> tuple[Evalu
 
 
 def _with_layout(config: RunConfig) -> tuple[RunConfig, Layout]:
-    """Chooses a layout and fills it into the configuration: of the layouts whose forward pass fits into
+    """Chooses a layout and fills it into the configuration: of the layouts whose forward pass fits in
     memory, the one with the most data-parallel ranks.
 
     Raises:

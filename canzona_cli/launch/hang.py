@@ -107,7 +107,7 @@ class HangWatch:
         return {VARIABLE: str(self._beats.folder)}
 
     def check(self) -> HangReport | None:
-        """Returns a report if the ranks hang, else None. Call this several times a second."""
+        """Returns a report if the ranks hang; None if they do not. Call this several times a second."""
         now = self._clock()
         all_signs = self._beats.signs()
         newest = max(sign.progress for sign in all_signs)

@@ -53,7 +53,7 @@ class Outcome(RunResult):
     problems: tuple[Problem, ...] = ()
     """The problems that explain the failure to the user; empty if there are none, as for a crash."""
     error_type: str = ""
-    """The class name of the rank's error if it is a user's mistake; else empty."""
+    """The class name of the rank's error if it is a user's mistake; otherwise empty."""
     secondary: bool = False
     """True for a failure whose cause may be on another machine: a rank lost its connection to another rank,
     or all ranks wait."""
@@ -76,8 +76,8 @@ class Outcome(RunResult):
             kind = Diverged
         if self.problems:
             return kind(*self.problems)
-        place = "launcher" if self.rank is None else f"rank {self.rank}"
-        return kind(Problem(place, self.message.removeprefix(place).removeprefix(":").strip()))
+        subject = "launcher" if self.rank is None else f"rank {self.rank}"
+        return kind(Problem(subject, self.message.removeprefix(subject).removeprefix(":").strip()))
 
     @property
     def result(self) -> RunResult:

@@ -228,7 +228,7 @@ def _unless_diverged(files: RunFiles, request: str) -> str:
 
 
 def finished_result(files: RunFiles, config: RunConfig) -> RunResult | None:
-    """Returns the result of the run in a directory if all steps of `config` are done; else None."""
+    """Returns the result of the run in a directory if all steps of `config` are done; otherwise None."""
     result = load_if_valid(files.result, RunResult)
     return result if result is not None and result.status == "done" and config.train.steps <= result.step else None
 

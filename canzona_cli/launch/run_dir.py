@@ -299,10 +299,10 @@ def _lock(files: RunFiles, config: RunConfig) -> IO[str]:
     except BlockingIOError:
         host, _, pid = lock.read(200).strip().partition(" ")
         lock.close()
-        place = str(config.run.dir or files.root)
+        path = str(config.run.dir or files.root)
         reason = f"process {pid or '(unknown)'} on {host or 'some machine'} is using it"
         fix = "wait for it, stop it with Ctrl-C there, or run.dir=DIR for another run"
-        raise ConfigError(Problem("run.dir", reason, fix, value=place)) from None
+        raise ConfigError(Problem("run.dir", reason, fix, value=path)) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             lock.close()

@@ -175,8 +175,8 @@ def _address(host: str) -> str:
     """
     if _resolves(host):
         return host
-    shown = tool_output("scontrol", "--oneliner", "show", "node", host, timeout_s=20)
-    address = re.search(r"\bNodeAddr=(\S+)", shown or "")
+    output = tool_output("scontrol", "--oneliner", "show", "node", host, timeout_s=20)
+    address = re.search(r"\bNodeAddr=(\S+)", output or "")
     if address is not None and _resolves(address.group(1)):
         return address.group(1)
     reason = f"Slurm calls machine 0 {host}, but this machine cannot resolve that name"

@@ -155,10 +155,7 @@ def render(config: RunConfig, options: JobOptions, arguments: Sequence[str] | Pa
         ("requeues=${CANZONA_REQUEUES:-20}", f"requeues={options.requeues}"),
         ("srun_args=()", f"srun_args=({_quoted(cluster.srun_args)})"),
         (_EXAMPLE, _setup_lines(cluster.setup)),
-        (
-            'nodes_and_gpus=$("${canzona[@]}" slurm --needs "${overrides[@]}") || exit',
-            f'nodes_and_gpus="{nodes_and_gpus(config)}"',
-        ),
+        ('needed=$("${canzona[@]}" slurm --needs "${overrides[@]}") || exit', f'needed="{nodes_and_gpus(config)}"'),
     ):
         assert text.count(f"\n{line}\n") == 1, line
         text = text.replace(f"\n{line}\n", f"\n{replacement}\n")

@@ -60,7 +60,7 @@ class SaveWatch:
 
     def __init__(self, files: RunFiles) -> None:
         self._root = files.checkpoints
-        self._seen: dict[str, int] = {}
+        self._sizes: dict[str, int] = {}
         self.last_progress = 0.0
         """The time of the last progress, in seconds of the monotonic clock; 0 if there was none."""
 
@@ -72,10 +72,10 @@ class SaveWatch:
         except OSError:
             return False
         partial = [name for name in names if (hidden := hidden_name(name)) and hidden[1] == "partial"]
-        seen = {name: bytes_written(self._root / name) for name in partial}
-        if seen != self._seen:
-            self._seen, self.last_progress = seen, time.monotonic()
-        return bool(seen)
+        sizes = {name: bytes_written(self._root / name) for name in partial}
+        if sizes != self._sizes:
+            self._sizes, self.last_progress = sizes, time.monotonic()
+        return bool(sizes)
 
 
 def checkpoint_to_resume(files: RunFiles, *, thorough: bool = True) -> str | None:

@@ -205,11 +205,11 @@ class Supervision:
         step is the newest in the metrics and the ranks' results; the loss comes from the metrics if they have
         one, otherwise from the ranks' results."""
         results = read_ranks(self.files, self.ranks)
-        last, validation = self._monitor.last_step, self._monitor.last_validation
-        losses = [None if last is None else last.loss, *(result.loss for result in results)]
+        last_step, validation = self._monitor.last_step, self._monitor.last_validation
+        losses = [None if last_step is None else last_step.loss, *(result.loss for result in results)]
         return replace(
             outcome,
-            step=max([0 if last is None else last.step, *(result.step for result in results)]),
+            step=max([0 if last_step is None else last_step.step, *(result.step for result in results)]),
             loss=next((loss for loss in losses if loss is not None), None),
             validation_loss=None if validation is None else validation.loss,
             restarts=self.restarts.done,

@@ -240,8 +240,8 @@ class SweepView(Page):
         ]
 
     def _remarks(self, groups: Sequence[Columns]) -> Iterator[str]:
-        first = next(iter(self.results.values()))
-        plan = "; plan: predicted; error: predicted / measured - 1" if first.planned else ""
+        first_result = next(iter(self.results.values()))
+        plan = "; plan: predicted; error: predicted / measured - 1" if first_result.planned else ""
         yield f"measured: median [quartiles] of the rounds{plan}"
         if any(group.shows(NOT_DISTINCT) for group in groups):
             yield OVERLAP
@@ -250,7 +250,7 @@ class SweepView(Page):
             yield f"ratio: time divided by {references}'s time, median [quartiles] of the ratio in each round"
         if self.kind == "gpus":
             yield "efficiency: sequences per second per rank, relative to the run on the fewest ranks"
-            cores = first.machine.get("cores")
+            cores = first_result.machine.get("cores")
             ranks = max(result.layout.world_size for result in self.results.values())
             on_cpu = any(result.device == "cpu" for result in self.results.values())
             if on_cpu and isinstance(cores, int) and ranks > cores:

@@ -219,7 +219,8 @@ class Lanes(Picture):
             drawn = draw_lane(row.intervals, self.start_s, self.end_s, width, colour=screen.colour)
             head = "" if index else self.title
             yield Text.assemble("  ", (f"{head:<10}", "bold"), f"{row.label[:10]:<10} ", drawn)
-        left, right = step_time(self.start_s) if self.start_s else "0", step_time(self.end_s)
+        left = step_time(self.start_s) if self.start_s else "0"
+        right = step_time(self.end_s)
         middle = f"{step_time(self.end_s - self.start_s)} shown"
         line = f"{left}{middle:^{max(0, width - len(left) - len(right))}}{right}"
         yield Text(" " * _GUTTER + line[:width], style="dim")

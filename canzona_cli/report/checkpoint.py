@@ -148,8 +148,8 @@ class CheckpointView(Page):
         first."""
         kinds: dict[str, list[int]] = {}
         for name, bytes_ in self._sizes().items():
-            place, _, kind = name.rpartition("/")
-            kinds.setdefault("random states" if place.startswith("random") else kind, []).append(bytes_)
+            unit, _, kind = name.rpartition("/")
+            kinds.setdefault("random states" if unit.startswith("random") else kind, []).append(bytes_)
         return dict(sorted(kinds.items(), key=lambda item: -sum(item[1])))
 
     def _table(self) -> Table:
@@ -223,9 +223,8 @@ class VerificationView(Page):
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         for verified in self.verified:
-            mark, result = ("✓", "green"), ""
-            if verified.problems:
-                mark, result = ("✗", "bold red"), f"{plural(len(verified.problems), 'problem')}; "
+            mark = ("✗", "bold red") if verified.problems else ("✓", "green")
+            result = f"{plural(len(verified.problems), 'problem')}; " if verified.problems else ""
             rate = size(verified.bytes / max(verified.seconds, 1e-6))
             amounts = f"{result}{size(verified.bytes)} read in {step_time(verified.seconds)}, {rate}/s"
             yield paragraph(joined(mark, f" {verified.checkpoint.name}  {amounts}"), rest="      ")

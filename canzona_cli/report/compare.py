@@ -44,11 +44,11 @@ class RunPairView(Page):
             yield paragraph(f"settings: not compared, because {reason}", "yellow", first="  ")
         elif compared.settings:
             settings = ((key, setting_value(a), setting_value(b), "") for key, (a, b) in compared.settings.items())
-            yield _table("setting", settings, last="")
+            yield _table("setting", settings, last_head="")
         else:
             yield Text("  all settings are equal")
         yield Text()
-        yield _table("loss", self._losses(), last="B vs. A")
+        yield _table("loss", self._losses(), last_head="B vs. A")
         if compared.phases:
             yield Text()
             yield _table("phase, ms (mean)", self._phases())
@@ -92,12 +92,12 @@ def _pair(label: str, pair: Pair, show: Callable[[object], str]) -> _Row:
     return label, show(a), show(b), number(ratio(pair), ".2f")
 
 
-def _table(title: str, rows: Iterable[_Row], *, last: str = "B / A") -> Table:
+def _table(title: str, rows: Iterable[_Row], *, last_head: str = "B / A") -> Table:
     table = Table(title)
     for name in ("A", "B"):
         table.add_column(name, justify="right", overflow="fold")
-    if last:
-        table.add_numbers(last)
+    if last_head:
+        table.add_numbers(last_head)
     for row in rows:
         table.add_row(*row[: len(table.columns)], style="dim" if row[0].startswith(" ") else "")
     return table

@@ -95,11 +95,11 @@ def _axis_label(value: float) -> str:
 def _dot_columns(points: Sequence[tuple[float, float]], columns: int) -> list[tuple[int, float]]:
     """Returns (column, mean value) pairs for the columns of dots that contain points. The axis is linear in
     steps."""
-    first, last = points[0][0], points[-1][0]
-    scale = (columns - 1) / (last - first) if last > first else 0.0
+    first_step, last_step = points[0][0], points[-1][0]
+    scale = (columns - 1) / (last_step - first_step) if last_step > first_step else 0.0
     bins: dict[int, list[float]] = {}
     for step, value in points:
-        bins.setdefault(round((step - first) * scale), []).append(value)
+        bins.setdefault(round((step - first_step) * scale), []).append(value)
     return [(column, math.fsum(values) / len(values)) for column, values in sorted(bins.items())]
 
 
@@ -223,8 +223,7 @@ class _Chart:
                 for (a, b), (step, _) in zip(positions, points, strict=True):
                     css = f"dot {look}{' hollow' if step in curve.hollow else ''}"
                     dots.append(tag("circle", cx=percent(a / _DRAWING_WIDTH), cy=b, r=3, class_=css))
-            pairs = zip(positions, points, strict=True)
-            texts = [[a, step, picture.show(value)] for (a, _), (step, value) in pairs]
+            texts = [[a, step, picture.show(value)] for (a, _), (step, value) in zip(positions, points, strict=True)]
             curve_data.append({"name": curve.name, "points": texts})
         size = {"width": "100%", "height": height}
         stretched = tag("svg", *paths, viewBox=f"0 0 {_DRAWING_WIDTH} {height}", preserveAspectRatio="none", **size)

@@ -174,7 +174,7 @@ def _print_text(console: Console, title: str, text: str) -> None:
 
 def _dropped(sidecar: Sidecar) -> str:
     """Returns how many documents were dropped and why, such as `3: 2 empty, 1 not JSON (a.jsonl:7)`."""
-    counts = ", ".join(f"{number:,} {reason}" for reason, number in sidecar.dropped.items())
+    counts = ", ".join(f"{amount:,} {reason}" for reason, amount in sidecar.dropped.items())
     total = sum(sidecar.dropped.values())
     bad = total - sidecar.dropped.get("empty", 0) - sidecar.dropped.get("binary file", 0)
     named = ", ".join(f"{line.path}:{line.line}" for line in sidecar.bad_lines[:_MOST_NAMES])

@@ -102,7 +102,9 @@ def sections(parts: Iterable[RenderableType]) -> list[Section]:
         text = _text(part)
         if text is not None and (head := _title(text)):
             close()
-            title, lead, body = head, text.plain[len(head) :].strip().lstrip(",:").strip(), []
+            title = head
+            lead = text.plain[len(head) :].strip().lstrip(",:").strip()
+            body = []
         else:
             body.append(part)
     close()

@@ -68,15 +68,15 @@ def _headline(error: CanzonaError) -> str:
 
 
 def _place(problem: Problem) -> str:
-    place = clean(redact(problem.key))
+    key = clean(redact(problem.key))
     if problem.value is None:
-        return place
+        return key
     shown = shown_value(problem.key, problem.value)
     value = clean(str(shown).lower() if isinstance(shown, bool) else shown)
     if len(value) > _LONGEST_VALUE:
         value = value[: _LONGEST_VALUE - 3] + "..."
     # Without the quotes, an empty string would look like a missing value.
-    return f"{place} = {value or "''"}"
+    return f"{key} = {value or "''"}"
 
 
 def _show_bug(error: Exception) -> int:

@@ -120,8 +120,8 @@ def table_html(table: GroupedTable | rich.table.Table) -> Html:
         if index in table.sections:
             bodies.append([])
         cells = (cell for group in table.groups for cell in _cells(group, index))
-        below = "below" if str(label).startswith(" ") else None
-        name = tag("th", styled_markup(label), scope="row", class_=below)
+        row_class = "below" if str(label).startswith(" ") else None
+        name = tag("th", styled_markup(label), scope="row", class_=row_class)
         style = table.styles[index] if table.styles else ""
         bodies[-1].append(tag("tr", name, *cells, class_=_classes(style)))
     body = (tag("tbody", *rows) for rows in bodies)
@@ -131,12 +131,12 @@ def table_html(table: GroupedTable | rich.table.Table) -> Html:
 
 def _in_groups(table: rich.table.Table) -> GroupedTable:
     """Converts a plain table: its first column becomes the row labels, and each other column a group."""
-    first, *others = (list(map(_cell, shown_column.cells)) for shown_column in table.columns)
+    labels, *columns = (list(map(_cell, shown_column.cells)) for shown_column in table.columns)
     heads = [str(shown_column.header) for shown_column in table.columns]
     return GroupedTable(
         head=heads[0],
-        labels=first,
-        groups=[column(head, cells) for head, cells in zip(heads[1:], others, strict=True)],
+        labels=labels,
+        groups=[column(head, cells) for head, cells in zip(heads[1:], columns, strict=True)],
         sections=[index for index, row in enumerate(table.rows, 1) if row.end_section],
         styles=[str(row.style or "") for row in table.rows],
     )

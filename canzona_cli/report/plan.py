@@ -163,14 +163,14 @@ class PlanView(Page):
         26.5× as long, sc does not fit); iteration +0.30% over AdamW in this layout`."""
         study = self.study
         ratios = {name: study.optimizer_speedup(name) for name in ("layerwise", "sc")}
-        others = [f"{name} takes {ratio:.1f}× as long" for name, ratio in ratios.items() if ratio is not None]
+        comparisons = [f"{name} takes {ratio:.1f}× as long" for name, ratio in ratios.items() if ratio is not None]
         misfits = [name for name, ratio in ratios.items() if ratio is None]
         if misfits:
-            others.append(f"{' and '.join(misfits)} {'does' if len(misfits) == 1 else 'do'} not fit")
+            comparisons.append(f"{' and '.join(misfits)} {'does' if len(misfits) == 1 else 'do'} not fit")
         increase = study.overhead(study.strategy)
         adamw = "AdamW does not fit" if increase is None else f"iteration {100 * increase:+.2f}% over AdamW"
         seconds = step_time(study.planned.result.optimizer_s)
-        return joined((seconds, "bold"), f" ({', '.join(others)}); {adamw} in this layout")
+        return joined((seconds, "bold"), f" ({', '.join(comparisons)}); {adamw} in this layout")
 
     def _matrices(self) -> str:
         plan = self.study.plan
@@ -245,11 +245,11 @@ def strategies(study: Study, screen: Screen) -> Iterator[RenderableType]:
     yield rows_table(heads, rows, bold=STRATEGIES.index(study.strategy))
     cluster = study.config.cluster
     measured = describes_machine(cluster.device, calibrated=cluster.calibrated)
-    where = "" if measured else " on an uncalibrated CPU"
+    hardware = "" if measured else " on an uncalibrated CPU"
     fit = all(strategy.fits for strategy in study.strategies.values())
     misfits = "" if fit else f"; !: does not fit in {study.memory.capacity / GIB:.1f} GiB, simulated as if it did"
     ratio = f"ratio: time divided by {study.strategy}'s"
-    yield note(f"simulated in this layout{where}; optimizer: exposed time; {ratio}{misfits}")
+    yield note(f"simulated in this layout{hardware}; optimizer: exposed time; {ratio}{misfits}")
 
 
 def strategies_section(study: Study, screen: Screen) -> Iterator[RenderableType]:

@@ -81,12 +81,12 @@ class Frame:
 
     def _figures(self) -> dict[str, str]:
         """Returns the formatted figures by label, in the order of the wide form."""
-        state, last = self.state, self.state.last
+        state, newest = self.state, self.state.last
         return {
             "loss": number(state.loss, ".4f"),
             "smoothed": number(state.smoothed, ".4f"),
-            "lr": number(last and last.lr, ".2e"),
-            "gradient norm": number(last and last.grad_norm, ".3f"),
+            "lr": number(newest and newest.lr, ".2e"),
+            "gradient norm": number(newest and newest.grad_norm, ".3f"),
             "tokens/s": number(state.tokens_per_s, ",.0f"),
             f"per {state.unit}": number(state.tokens_per_s_per_rank, ",.0f"),
             _SEEN: count(state.tokens_seen),
@@ -389,14 +389,14 @@ class PlainView(ConsoleView):
         self._print(line if self._short else f"{self._time()} {line}", always=True)
 
     def _print_step(self, now: float) -> None:
-        state, last = self.state, self.state.last
+        state, newest = self.state, self.state.last
         if self._lines % _LINES_BETWEEN_TITLES == 0:
             self._print(_TITLES)
         self._lines += 1
         self._printed_at, self._unprinted = now, False
         self._print(
             f"{self._time()} {f'{state.step:,}/{state.total:,}':>13} {number(state.loss, '.4f'):>9} "
-            f"{number(last and last.lr, '.2e'):>9} {number(last and last.grad_norm, '.3f'):>9} "
+            f"{number(newest and newest.lr, '.2e'):>9} {number(newest and newest.grad_norm, '.3f'):>9} "
             f"{number(state.tokens_per_s, ',.0f'):>10} {step_time(state.step_s):>8} {_clock(state.eta):>7}"
         )
         for text in state.guard_lines:

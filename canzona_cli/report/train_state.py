@@ -204,12 +204,12 @@ class TrainState:
         so it includes validations. Between steps, the value counts down."""
         if self.updated is None:
             return None
-        pace = self.step_s
+        step_s = self.step_s
         if len(self._arrivals) > 1:
-            (first, start), (last, end) = self._arrivals[0], self._arrivals[-1]
-            if last > first and end > start:
-                pace = (end - start) / (last - first)
-        return None if pace is None else max(0.0, (self.total - self.step) * pace - self.idle)
+            (first_step, start_s), (last_step, end_s) = self._arrivals[0], self._arrivals[-1]
+            if last_step > first_step and end_s > start_s:
+                step_s = (end_s - start_s) / (last_step - first_step)
+        return None if step_s is None else max(0.0, (self.total - self.step) * step_s - self.idle)
 
     @property
     def stalled(self) -> bool:

@@ -21,6 +21,7 @@ def test_help_names_every_command_in_full(flag: str) -> None:
 def test_every_command_has_help(command: str) -> None:
     result = canzona(command, "-h", code=0)
     assert f"Usage: canzona {command}" in result.stdout
+    assert "<list[" not in result.stdout, "no Python types"
 
 
 def test_version() -> None:
