@@ -1,7 +1,7 @@
 """The GPUs of this machine. Imports nothing slow, because every plan loads this module.
 
-The list comes from nvidia-smi, which is part of the driver, or else from /proc. CUDA_VISIBLE_DEVICES is
-applied as by CUDA: the first entry that names no device hides all entries after it.
+The list comes from nvidia-smi, which is part of the driver, or from /proc if that fails.
+CUDA_VISIBLE_DEVICES is applied as by CUDA: the first entry that names no device hides all entries after it.
 """
 
 import importlib.util

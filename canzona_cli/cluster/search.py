@@ -1,8 +1,8 @@
 """The possible layouts of a run, and the search for the fastest.
 
-Every layout that keeps the user's settings gets a quick estimate, but a layout with more recomputation only
-after the same layout with less. Layouts are simulated in the order of their estimates, until all remaining
-estimates exceed the fastest simulated steps or a limit on simulations is reached.
+Every layout that keeps the user's settings gets a quick estimate. A layout with more recomputation gets it
+only after the same layout with less. Layouts are simulated in the order of their estimates, until all
+remaining estimates exceed the fastest simulated steps or a limit on simulations is reached.
 """
 
 import math

@@ -259,7 +259,7 @@ def period_seconds(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterC
 
 
 def adamw_seconds(elements: float, cluster: ClusterConfig) -> float:
-    """Returns the seconds that AdamW takes to update `elements` elements on one device: measured, or else
+    """Returns the seconds that AdamW takes to update `elements` elements on one device; without a measurement,
     from memory traffic alone."""
     if cluster.adamw_ns is not None:
         return elements * cluster.adamw_ns * 1e-9
@@ -329,8 +329,9 @@ def _with_choices(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterCo
 
 
 def _seconds(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> float:
-    """Returns the mean seconds of one update in the algorithm's form and stacking: the measured seconds; or
-    else the measured seconds of the other form, scaled by the model; or else the modelled seconds."""
+    """Returns the mean seconds of one update in the algorithm's form and stacking: the measured seconds;
+    without them, the measured seconds of the other form, scaled by the model; without either, the modelled
+    seconds."""
     measured_s = _measured(algorithm, rows, cols, cluster)
     modelled_s = _modelled(algorithm, rows, cols, cluster)[0]
     if measured_s is not None:

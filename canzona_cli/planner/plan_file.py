@@ -188,8 +188,8 @@ class ObtainedPlan:
 
 
 def obtain_plan(config: RunConfig, layout: Layout, folder: Path = FOLDER) -> ObtainedPlan | None:
-    """Returns the plan that a resolved run executes: the plan in the file `engine.plan`, or else in the
-    newest matching file in `folder`, or else a new plan. Returns None if the run's strategy has no plan.
+    """Returns the plan that a resolved run executes: from the file `engine.plan` if it is set; otherwise from
+    `folder`, or a new plan if no file there matches. Returns None if the run's strategy has no plan.
 
     Raises:
         ConfigError: the file `engine.plan` is refused, see `load_plan`; or see `make_plan`.

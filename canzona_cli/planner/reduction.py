@@ -216,8 +216,8 @@ def sent_elements(bucket: Bucket, way: Reduction | Gathering, owners: int) -> fl
 
 
 def uniform_buckets(buckets: Iterable[Bucket], settings: PlanSettings) -> tuple[Bucket, ...]:
-    """Returns the buckets, all reduced and gathered in the same way: the way that `engine.reduction` sets, or
-    else a collective for each owner's range."""
+    """Returns the buckets, all reduced and gathered in the same way: as `engine.reduction` says or, if it is
+    not set, with a collective for each owner's range."""
     way = settings.reduction or "reduce"
     return tuple(replace(bucket, reduction=way, gathering=GATHERED[way]) for bucket in buckets)
 
