@@ -285,7 +285,7 @@ def find_stragglers(
         peers = [own_times[other] for other, stage in enumerate(stages) if stage == stages[rank] and other != rank]
         if not peers:
             continue
-        peer_medians = [statistics.median(step) for step in zip(*peers, strict=True)]
+        peer_medians = [statistics.median(step_times) for step_times in zip(*peers, strict=True)]
         ratio = statistics.median(time / median for time, median in zip(times, peer_medians, strict=True))
         own_s, peers_s = statistics.mean(times), statistics.mean(peer_medians)
         if ratio > limit and own_s - peers_s > LEAST_EXCESS * step_s:
