@@ -13,11 +13,11 @@ from canzona_cli.errors import CanzonaError
 from canzona_cli.planner.plan_file import read_plan
 from canzona_cli.report.bench import BenchView
 from tests.bench.benches import bench, with_measured
-from tests.commands.support import canzona, canzona_process
+from tests.commands.support import canzona
 
 RUN = (
-    *("recipe=tiny", "gpus=2", "parallel.tp=2", "model.num_layers=2", "train.seq_length=64"),
-    *("train.micro_batch_size=2", "train.global_batch_size=4"),
+    *("recipe=tiny", "gpus=2", "parallel.tp=2", "model.num_layers=1", "train.seq_length=32"),
+    *("train.micro_batch_size=1", "train.global_batch_size=2"),
 )
 
 
@@ -26,7 +26,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.Com
     """A bench of two strategies, two measured rounds of two steps, and the folder it ran in."""
     folder = tmp_path_factory.mktemp("bench")
     turns = ("--strategies", "canzona,sc", "--rounds", "2", "--steps-per-turn", "2")
-    return folder, canzona_process("bench", *RUN, *turns, "--json", "--out", "out/r.json", cwd=folder)
+    return folder, canzona("bench", *RUN, *turns, "--json", "--out", "out/r.json", cwd=folder)
 
 
 def test_json_has_every_strategy_measured_and_predicted(done: tuple[Path, subprocess.CompletedProcess[str]]) -> None:

@@ -89,7 +89,7 @@ def test_muon_reads_nothing_back(
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("form", get_args(Form))
-@pytest.mark.parametrize("kind", [Muon, NorMuon])
+@pytest.mark.parametrize("kind", [Muon, pytest.param(NorMuon, marks=pytest.mark.sweep)])
 def test_experts_read_nothing_back_and_take_no_more_operations_if_they_are_more(
     kind: type[Muon], form: Form, precision: Literal["bf16", "fp32"], reads: list[str]
 ) -> None:

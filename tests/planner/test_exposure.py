@@ -53,7 +53,13 @@ def plans(name: str) -> list[tuple[Plan, float]]:
     return [(plan, simulate_plan(config, mesh, plan).iteration_s) for plan in made]
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("8b on 64", "14b on 1,024"),
+        *(pytest.param(f"{size} on 1,024", marks=pytest.mark.sweep) for size in ("0.6b", "1.7b")),
+    ],
+)
 def test_no_size_of_buckets_is_faster_than_the_one_that_is_chosen(name: str) -> None:
     config, mesh = case(name)
     chosen = simulate_plan(config, mesh, plan_unbounded(config, mesh)).iteration_s
@@ -79,7 +85,9 @@ def test_buckets_keep_the_size_that_the_user_set_and_on_cpus_megatrons() -> None
     assert len(plan_unbounded(on_cpu, mesh).buckets) == 2
 
 
-@pytest.mark.parametrize("name", ["8b on 64", "1.7b on 1,024", "30b with experts on 64"])
+@pytest.mark.parametrize(
+    "name", ["8b on 64", pytest.param("1.7b on 1,024", marks=pytest.mark.sweep), "30b with experts on 64"]
+)
 def test_sizes_of_buckets_differ_by_the_seconds_that_the_simulator_says(name: str) -> None:
     """The runs have one stage, so nothing but exposed traffic and updates makes them differ. Traffic slows down the
     passes that run at the same time."""
