@@ -54,7 +54,7 @@ def test_another_strategy_is_fastest_in_a_layout_of_its_own(monkeypatch: pytest.
     ("size", "gpus", "strategy"),
     [
         ("tiny", 4, "canzona"),
-        ("tiny", 8, "sc"),
+        pytest.param("tiny", 8, "sc", marks=pytest.mark.sweep),
         ("0.6b", 64, "canzona"),
         ("tiny", 8, "layerwise"),
         # Where model chunks are faster.

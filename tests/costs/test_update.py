@@ -122,8 +122,18 @@ def test_a_form_that_was_not_measured_is_priced_beside_the_one_that_was() -> Non
     assert (form_of(auto, *shape, both), seconds(auto, *shape, both)) == ("standard", 0.25)
 
 
-@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (24, 80)])
-@pytest.mark.parametrize(("kind", "name"), [(OurSOAP, "soap"), (SOAPMuon, "soap-muon"), (KLShampoo, "kl-shampoo")])
+@pytest.mark.parametrize(
+    ("kind", "name", "shape"),
+    [
+        *((OurSOAP, "soap", shape) for shape in ((24, 40), (40, 24), (24, 80))),
+        *((SOAPMuon, "soap-muon", (24, 80)), (KLShampoo, "kl-shampoo", (24, 80))),
+        *(
+            pytest.param(*kind, shape, marks=pytest.mark.sweep)
+            for kind in ((SOAPMuon, "soap-muon"), (KLShampoo, "kl-shampoo"))
+            for shape in ((24, 40), (40, 24))
+        ),
+    ],
+)
 def test_flops_equal_a_counted_run(
     kind: type[OurSOAP] | type[KLShampoo], name: UpdateName, shape: tuple[int, int]
 ) -> None:

@@ -115,8 +115,13 @@ def test_others_read_whether_a_decomposition_succeeded(kind: Callable[..., Matri
     assert reads
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("whole", [(24, 80), (80, 24)])
+@pytest.mark.parametrize(
+    ("whole", "precision"),
+    [
+        *(((24, 80), "bf16"), ((80, 24), "fp32")),
+        *(pytest.param(*case, marks=pytest.mark.sweep) for case in (((24, 80), "fp32"), ((80, 24), "bf16"))),
+    ],
+)
 def test_a_fragment_reads_nothing_back(whole: Shape, precision: Literal["bf16", "fp32"], reads: list[str]) -> None:
     """Collectives leave what is there, which has no data anyway."""
 

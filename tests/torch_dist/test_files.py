@@ -79,8 +79,15 @@ def done(*words: str | Path) -> str:
     return ran.stdout + ran.stderr
 
 
-@pytest.mark.parametrize("kind", ["muon", "adamw"])
-@pytest.mark.parametrize("settings", [QWEN3, LLAMA], ids=["qwen3", "llama"])
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        pytest.param(QWEN3, "muon", id="qwen3-muon"),
+        pytest.param(LLAMA, "adamw", id="llama-adamw"),
+        pytest.param(QWEN3, "adamw", id="qwen3-adamw", marks=pytest.mark.sweep),
+        pytest.param(LLAMA, "muon", id="llama-muon", marks=pytest.mark.sweep),
+    ],
+)
 def test_masters_and_state_come_back_bit_for_bit(kind: Kind, settings: tuple[str, ...], tmp_path: Path) -> None:
     run = saved(tmp_path / "run", kind, *settings)
     assert f"iteration 4 with the state of {kind}" in done("export", run, tmp_path / "out", "--to", "megatron")
