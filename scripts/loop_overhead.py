@@ -131,14 +131,15 @@ def main() -> None:
     parallel.shutdown()
 
 
-def report(what: str, seconds: dict[str, list[float]]) -> dict[str, list[float]]:
+def report(clock: str, seconds: dict[str, list[float]]) -> dict[str, list[float]]:
     """Prints the quartiles of each loop and of their ratio; returns the values, without warm-up steps."""
     samples = {name: values[WARM_UP:] for name, values in seconds.items()}
     baseline, measured = samples
     samples[f"{measured} / {baseline}"] = [m / b for b, m in zip(samples[baseline], samples[measured], strict=True)]
     for name, values in samples.items():
-        spread, unit = Quartiles.of(values), "" if "/" in name else " s"
-        print(f"{what:10} {name:15} median {spread.median:.4f}{unit}, quartiles {spread.low:.4f} to {spread.high:.4f}")
+        spread = Quartiles.of(values)
+        unit = "" if "/" in name else " s"
+        print(f"{clock:10} {name:15} median {spread.median:.4f}{unit}, quartiles {spread.low:.4f} to {spread.high:.4f}")
     return samples
 
 

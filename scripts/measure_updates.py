@@ -100,17 +100,17 @@ def main() -> None:
                 times[name][str(shape)].append(time.perf_counter() - begin)
     errors = {name: {str(s): orthogonality(make, s) for s in shapes} for name, make in makes.items()}
     args.out.write_text(json.dumps({"divide": args.divide, "seconds": times, "orthogonality": errors, "flops": flops}))
-    first = next(iter(makes))
+    baseline = next(iter(makes))
     for name, by_shape in times.items():
         ratios = [
             sum(count * by_shape[str(s)][turn] for s, count in shapes.items())
-            / sum(count * times[first][str(s)][turn] for s, count in shapes.items())
+            / sum(count * times[baseline][str(s)][turn] for s, count in shapes.items())
             for turn in range(args.rounds)
         ]
         low, middle, high = statistics.quantiles(ratios, n=4)
-        off = statistics.mean(errors[name].values())
+        error = statistics.mean(errors[name].values())
         spread = f"{middle:.2f} [{low:.2f}, {high:.2f}]"
-        print(f"{name:9} {spread} of {first}'s time, singular values off 1 by {off:.4f}, {flops[name]:.3g} FLOPs")
+        print(f"{name:9} {spread} of {baseline}'s time, singular values off 1 by {error:.4f}, {flops[name]:.3g} FLOPs")
 
 
 if __name__ == "__main__":

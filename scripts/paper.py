@@ -81,15 +81,15 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
     mesh = (f"parallel.tp={arguments.tp}", "parallel.pp=1", "parallel.vpp=1")
-    rest = (f"recipe={arguments.recipe}", *mesh, *arguments.overrides)
-    words = (f"gpus={arguments.gpus}", *rest)
+    run_words = (f"recipe={arguments.recipe}", *mesh, *arguments.overrides)
+    words = (f"gpus={arguments.gpus}", *run_words)
     points = [
         Point(name=name, standard=studied(*words, *batch, STANDARD), chosen=studied(*words, *batch))
         for name, batch in POINTS.items()
     ]
-    others = {name: studied(*words, f"optimizer={name}") for name in ("shampoo", "soap")}
-    fewer = resolved(f"gpus={arguments.gpus // 4}", *rest, STANDARD)
-    print("\n".join(report(points, others, fewer)))
+    other_optimizers = {name: studied(*words, f"optimizer={name}") for name in ("shampoo", "soap")}
+    fewer_gpus = resolved(f"gpus={arguments.gpus // 4}", *run_words, STANDARD)
+    print("\n".join(report(points, other_optimizers, fewer_gpus)))
     print(WHY.rstrip())
 
 
@@ -102,40 +102,48 @@ def resolved(*words: str) -> tuple[RunConfig, Layout]:
     return resolve(compose_run(words, training=False).config)
 
 
-def report(points: Sequence[Point], others: Mapping[str, Study], fewer: tuple[RunConfig, Layout]) -> Iterator[str]:
+def report(
+    points: Sequence[Point], other_optimizers: Mapping[str, Study], fewer_gpus: tuple[RunConfig, Layout]
+) -> Iterator[str]:
     """Yields the lines of all tables.
 
     Args:
-        others: the first point with other optimizers, by name.
-        fewer: the first point on a quarter of the GPUs.
+        other_optimizers: the first point with other optimizers, by name.
+        fewer_gpus: the first point on a quarter of the GPUs.
     """
     config, layout = points[0].standard.config, points[0].standard.layout
     mesh = " x ".join(f"{axis} {ranks}" for axis, ranks in layout.axes)
     yield f"# The paper's claims and what is simulated: {config.name} on {config.gpus} GPUs, {mesh}"
-    yield from claims(points, others)
+    yield from claims(points, other_optimizers)
     for point in points:
         yield from strategies(point)
     yield from curves(config, layout, "alpha")
     yield from curves(config, layout, "C_max")
-    yield from curves(*fewer, "C_max")
+    yield from curves(*fewer_gpus, "C_max")
 
 
-def claims(points: Sequence[Point], others: Mapping[str, Study]) -> Iterator[str]:
+def claims(points: Sequence[Point], other_optimizers: Mapping[str, Study]) -> Iterator[str]:
     """Yields the table of the paper's figures and ours."""
-    ours = [f"{engine}, {of}" for of in ("over layer-wise", "over SC") for engine in ("`paper`", "`canzona`")]
+    ours = [
+        f"{engine}, {baseline}" for baseline in ("over layer-wise", "over SC") for engine in ("`paper`", "`canzona`")
+    ]
     yield from ("", "## Claims", "")
     yield from heads("claim", "model point", "theirs", *ours)
     theirs = [claim for claim in load_published().claims if claim.source == "arXiv 2602.06079"]
-    for claim, what in zip(theirs, ("iteration_s", "optimizer_s"), strict=True):
+    for claim, quantity in zip(theirs, ("iteration_s", "optimizer_s"), strict=True):
         for point in points:
-            yield line(claim.name, point.name, claim.figure, *ratios(point.standard, what))
-    for name, study in others.items():
+            yield line(claim.name, point.name, claim.figure, *ratios(point.standard, quantity))
+    for name, study in other_optimizers.items():
         _, _, *over_sc = ratios(study, "optimizer_s")
         yield line(f"Canzona: optimizer step with {name}", points[0].name, "over 30x", "-", "-", *over_sc)
 
 
-def ratios(study: Study, what: str) -> list[str]:
-    return [format_ratio(study, of, engine, what) for of in ("layerwise", "sc") for engine in ("paper", "canzona")]
+def ratios(study: Study, quantity: str) -> list[str]:
+    return [
+        format_ratio(study, baseline, engine, quantity)
+        for baseline in ("layerwise", "sc")
+        for engine in ("paper", "canzona")
+    ]
 
 
 def format_ratio(study: Study, baseline: str, strategy: str, quantity: str) -> str:
@@ -160,9 +168,9 @@ def strategy_row(label: str, study: Study, name: str) -> str:
     compared = study.strategies[name]
     result = compared.result
     times = (
-        format_ratio(study, of, name, what) if of != name else "-"
-        for of in ("layerwise", "sc")
-        for what in ("optimizer_s", "iteration_s")
+        format_ratio(study, baseline, name, quantity) if baseline != name else "-"
+        for baseline in ("layerwise", "sc")
+        for quantity in ("optimizer_s", "iteration_s")
     )
     fits = "" if compared.fits else "!"
     figures = (f"{1e3 * result.optimizer_s:.1f}", f"{result.iteration_s:.3f}", f"{result.update_balance:.2f}")

@@ -104,9 +104,9 @@ def errors_left_out(published: Published, counted: Sequence[PredictedSeries]) ->
     """
     names = [layout.series.name for layout in counted]
     base = np.log([1 + layout.error for layout in counted])
-    profile = run_of(counted[0].series, published.models[counted[0].series.model], min(counted[0].series.step_s))[
-        0
-    ].cluster
+    series = counted[0].series
+    config, _ = run_of(series, published.models[series.model], min(series.step_s))
+    profile = config.cluster
     assert profile.sustained_tflops is not None
     slopes = []
     for varied in (
@@ -120,11 +120,11 @@ def errors_left_out(published: Published, counted: Sequence[PredictedSeries]) ->
     penalty = np.diag([0.02 / spread for spread in RANGES.values()])  # an error of 2% weighs as much as a full range
     left_out: dict[str, float] = {}
     for model in dict.fromkeys(layout.series.model for layout in counted):
-        others = np.array([layout.series.model != model for layout in counted])
-        matrix = np.concatenate([jacobian[others], penalty])
-        change = np.linalg.lstsq(matrix, np.concatenate([-base[others], np.zeros(len(penalty))]), rcond=None)[0]
-        for number in np.flatnonzero(~others):
-            left_out[names[number]] = math.expm1(base[number] + jacobian[number] @ change)
+        fitted = np.array([layout.series.model != model for layout in counted])
+        matrix = np.concatenate([jacobian[fitted], penalty])
+        change = np.linalg.lstsq(matrix, np.concatenate([-base[fitted], np.zeros(len(penalty))]), rcond=None)[0]
+        for index in np.flatnonzero(~fitted):
+            left_out[names[index]] = math.expm1(base[index] + jacobian[index] @ change)
     return left_out
 
 

@@ -145,7 +145,8 @@ def _heat(team: Team, seconds: float) -> float:
     """Runs large bf16 products for some seconds; returns the last rate in TFLOP/s."""
     side = PRODUCT if team.device.type == "cuda" else 256
     a, b, out = (torch.randn(side, side, device=team.device).bfloat16() for _ in range(3))
-    end, rate = time.perf_counter() + seconds, 0.0
+    end = time.perf_counter() + seconds
+    rate = 0.0
 
     def multiply() -> None:
         torch.mm(a, b, out=out)

@@ -26,13 +26,13 @@ BYTES: Final = 64 << 20
 REPEATS: Final = 9
 
 
-def rank(number: int, ranks: int, device: str, file: Path) -> None:
+def measure_rank(rank: int, ranks: int, device: str, file: Path) -> None:
     """Measures the collectives on one rank; rank 0 writes the times to `file`."""
     os.environ.update(GLOO_SOCKET_IFNAME="lo", TORCH_DIST_USE_NCCL2="0")  # as the launcher sets them
     if device == "cuda":
-        torch.cuda.set_device(number)
+        torch.cuda.set_device(rank)
     backend, store = "nccl" if device == "cuda" else "gloo", f"file://{file.absolute()}.store"
-    dist.init_process_group(backend, init_method=store, rank=number, world_size=ranks)
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks)
     elements = (BYTES if device == "cuda" else 1 << 12) // 4
     buffers = [torch.zeros(elements, device=device) for _ in range(REDUCTIONS)]
     ring = torch.zeros(REDUCTIONS * elements // ranks * ranks, device=device)
@@ -44,7 +44,7 @@ def rank(number: int, ranks: int, device: str, file: Path) -> None:
     }
     times = {name: seconds(partial(_reduce, buffers, owners), device) for name, owners in orders.items()}
     times["reduce_scatter"] = seconds(lambda: dist.reduce_scatter_tensor(part, ring), device)
-    if number == 0:
+    if rank == 0:
         file.write_text(json.dumps(times), encoding="utf-8")
     dist.destroy_process_group()
 
@@ -77,4 +77,4 @@ def seconds(work: Callable[[], object], device: str) -> float:
 
 if __name__ == "__main__":
     device, ranks, file = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-    torch.multiprocessing.spawn(rank, args=(ranks, device, file), nprocs=ranks)  # type: ignore[attr-defined,no-untyped-call]
+    torch.multiprocessing.spawn(measure_rank, args=(ranks, device, file), nprocs=ranks)  # type: ignore[attr-defined,no-untyped-call]

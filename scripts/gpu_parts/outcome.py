@@ -102,8 +102,8 @@ class Setup:
         """The name of the cluster profile for predictions; `h100-80g` for an unknown GPU."""
         if self.device == "cpu":
             return "cpu"
-        known = {"H200": "h200", "B200": "b200", "A100": "a100-80g"}
-        return next((profile for name, profile in known.items() if name in self.name), "h100-80g")
+        profiles = {"H200": "h200", "B200": "b200", "A100": "a100-80g"}
+        return next((profile for name, profile in profiles.items() if name in self.name), "h100-80g")
 
     def result(self, part: str) -> Path:
         """Returns the path to which a part's process writes its outcome. While the part runs, the outcome is

@@ -37,19 +37,19 @@ class StepTrace:
 def read_steps(events: Sequence[Event]) -> StepTrace:
     """Summarises the trace of one or more steps; all counts are 0 without a GPU."""
     phases = [_span(event) for event in events if event.get("cat") == "user_annotation"]
-    first, last = min((begin for begin, _ in phases), default=0.0), max((end for _, end in phases), default=0.0)
-    inside = [event for event in events if event.get("ph") == "X" and first <= _span(event)[0] <= last]
+    start_us, end_us = min((begin for begin, _ in phases), default=0.0), max((end for _, end in phases), default=0.0)
+    inside = [event for event in events if event.get("ph") == "X" and start_us <= _span(event)[0] <= end_us]
     kernels = [(str(event["name"]), _span(event)) for event in inside if event.get("cat") == "kernel"]
     nccl = [(name, span) for name, span in kernels if "nccl" in name.lower()]
-    communicating = _length(span for _, span in nccl)
-    computing = _length(span for name, span in kernels if "nccl" not in name.lower())
-    hidden = communicating + computing - _length(span for _, span in kernels)
+    communicating_us = _length(span for _, span in nccl)
+    computing_us = _length(span for name, span in kernels if "nccl" not in name.lower())
+    hidden_us = communicating_us + computing_us - _length(span for _, span in kernels)
     return StepTrace(
         kernels=len(kernels),
         waits=Counter(str(event["name"]) for event in inside if event["name"] in WAITS),
         collectives=Counter(_kind(name) for name, _ in nccl),
-        collective_s=communicating * 1e-6,
-        hidden=hidden / communicating if nccl else None,
+        collective_s=communicating_us * 1e-6,
+        hidden=hidden_us / communicating_us if nccl else None,
     )
 
 
