@@ -31,7 +31,7 @@ from canzona_cli.cluster.search import candidates, fill, search
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.recipes import recipe_text
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.errors import ConfigError, DoesNotFit, Problem, WorkerCrashed, collect_problems, refuse
+from canzona_cli.errors import CanzonaError, ConfigError, DoesNotFit, Problem, WorkerCrashed, collect_problems, refuse
 from canzona_cli.launch import preflight
 from canzona_cli.launch.run_dir import check_free
 from canzona_cli.run.files import write_json_atomic
@@ -297,8 +297,8 @@ def prepare(
         steps: the number of measured steps in a turn.
 
     Raises:
-        ConfigError: settings, options or data are wrong; problems with the options are reported together with
-            the others.
+        ConfigError: settings, options or data are wrong, or every layout is refused; problems with the options
+            are reported together with the others.
         DoesNotFit: no layout fits in memory.
         EnvironmentProblem: this machine does not have everything that the run needs.
     """
@@ -330,12 +330,15 @@ def prepare(
         schedule=config.schedule.complete(config.train.steps),
         train=replace(config.train, steps=WARM_UP_STEPS + SETTLING_STEPS + steps, eval_interval=0),
     )
-    entrants, notes = list[Entrant](), list[str]()
+    entrants, notes, refusals = list[Entrant](), list[str](), list[CanzonaError]()
     for layout in layouts:
         try:
             entrants.append(entrant(fill(short_run, layout), layout, entrant_name(layout)))
         except (ConfigError, DoesNotFit) as error:
+            refusals.append(error)
             notes.append(f"without {entrant_name(layout)}: {error.problems[0].reason}")
+    if not entrants:
+        raise type(refusals[0])(*dict.fromkeys(problem for error in refusals for problem in error.problems))
     preflight.check_machine(resolved, layout_of_run)
     check_free(config)
     entrants.sort(key=lambda entry: entry.predicted.iteration_s / entry.layout.global_batch_size)

@@ -64,6 +64,12 @@ def test_mistakes_are_told_together() -> None:
     assert [problem.key for problem in caught.value.problems] == ["gpus"]
 
 
+def test_a_plan_that_suits_no_layout_is_told_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        prepared("engine.plan=absent.json")
+    assert [problem.key for problem in caught.value.problems] == ["engine.plan"]
+
+
 def test_the_recipe_trains_the_layout_that_was_fastest_and_leaves_the_rest_open(tmp_path: Path) -> None:
     profile = tmp_path / "here.yaml"
     profile.write_text(profile_text(calibration()), encoding="utf-8")
