@@ -52,8 +52,7 @@ class SweepRow:
     strategy: str
     result: BenchResult
     fewest: BenchResult
-    """The first result with this strategy; in a sweep over ascending numbers of ranks, the one with the
-    fewest ranks."""
+    """The result with the fewest ranks among those with this strategy."""
     begins: bool
     """True for the first row of a value."""
 
@@ -68,12 +67,12 @@ class SweepRow:
 
 def sweep_rows(results: Mapping[str, BenchResult]) -> list[SweepRow]:
     """Returns a row for each value and strategy."""
-    first_results: dict[str, BenchResult] = {}
     rows = []
     for value, result in results.items():
         for index, strategy in enumerate(shown_strategies(result)):
-            first = first_results.setdefault(strategy, result)
-            rows.append(SweepRow(value=value, strategy=strategy, result=result, fewest=first, begins=index == 0))
+            alike = (other for other in results.values() if strategy in other.strategies)
+            fewest = min(alike, key=lambda other: other.layout.world_size)
+            rows.append(SweepRow(value=value, strategy=strategy, result=result, fewest=fewest, begins=index == 0))
     return rows
 
 

@@ -76,8 +76,10 @@ def test_efficiency_is_of_sequences_by_second_and_rank() -> None:
     """Four times the ranks do each step in a quarter of the time: no loss."""
     batches = {n: bench(("canzona",), dp=int(n) // 2, scale=4 / int(n)) for n in ("2", "8")}
     rate = {n: result.layout.global_batch_size / result.layout.world_size * int(n) / 4 for n, result in batches.items()}
-    text = shown(SweepView("gpus", batches))
-    assert f"{100 * rate['8'] / rate['2']:.0f}%" in line_of(text, "8 ")
+    for order in (("2", "8"), ("8", "2")):
+        text = shown(SweepView("gpus", {n: batches[n] for n in order}))
+        assert f"{100 * rate['8'] / rate['2']:.0f}%" in line_of(text, "8 ")
+        assert "100%" in line_of(text, "2 ")
     assert "share 2 cores" in text
 
 
