@@ -21,10 +21,10 @@ from canzona_cli.run.phases import STRATEGIES
 SweepKind = Literal["gpus", "optimizer", "alpha", "c_max"]
 AFFECTED: Mapping[SweepKind, tuple[AnyStrategy, ...]] = {
     "alpha": ("canzona", "paper"),
-    "c_max": ("canzona", "paper"),
+    "c_max": ("canzona", "paper", "asc"),
 }
-"""The strategies that a sweep of a setting compares by default. A sweep of a setting that is not listed
-compares all strategies."""
+"""The strategies that each swept setting affects, which a sweep compares by default. A setting that is not
+listed affects all strategies."""
 _KEYS: Mapping[SweepKind, str] = {
     "alpha": "engine.alpha",
     "c_max": "engine.c_max_mib",

@@ -171,7 +171,9 @@ def test_values_of_a_sweep_are_all_checked_before_the_first_runs() -> None:
     assert [session.config.engine.alpha for session in alphas.values()] == [0, 0.25, 0.5, 0.75, 1]
     assert all(names(session.line_up) == ["canzona", "paper"] for session in alphas.values())
 
-    capacities = [session.config.engine.c_max_mib for session in swept("c_max").values()]
+    sizes = swept("c_max")
+    assert all(names(session.line_up) == ["canzona", "paper", "asc"] for session in sizes.values())
+    capacities = [session.config.engine.c_max_mib for session in sizes.values()]
     assert capacities[-1] is None
     assert capacities[:-1] == sorted(capacities[:-1], key=lambda value: value or 0.0)
 
