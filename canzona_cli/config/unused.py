@@ -34,6 +34,14 @@ _IGNORED = (
     ("train.eval_batches", "train.eval_interval"),
 )
 """Pairs of settings: the first has no effect if the second is 0."""
+_FIXED = (
+    ("paper", "layout", "contiguous", "always uses contiguous"),
+    ("paper", "grouping", "greedy", "always uses greedy"),
+    ("asc", "layout", "contiguous", "always uses contiguous"),
+    ("asc", "alpha", None, "balances nothing"),
+)
+"""A strategy, a setting of the engine that it ignores, the value that it uses instead (None if there is no such
+value), and the reason."""
 
 
 def unused_problems(config: RunConfig, explicit: frozenset[str], *, training: bool) -> list[Problem]:
@@ -70,10 +78,10 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
     if {"train.batch_tokens", "train.global_batch_size"} <= explicit and config.train.global_batch_size is not None:
         yield "train.batch_tokens is ignored: train.global_batch_size is set"
     has_no_plan = training and config.execution is not Execution.PLANNED
-    for key, only_value in (("layout", "contiguous"), ("grouping", "greedy")):
+    for strategy, key, only_value, why in _FIXED:
         has_other_value = f"engine.{key}" in explicit and vars(config.engine)[key] != only_value
-        if config.engine.strategy == "paper" and not has_no_plan and has_other_value:
-            yield f"engine.{key} is ignored: engine.strategy is paper, which always uses {only_value}"
+        if config.engine.strategy == strategy and not has_no_plan and has_other_value:
+            yield f"engine.{key} is ignored: engine.strategy is {strategy}, which {why}"
     tp = config.parallel.tp
     if tp == 1 and "engine.exchange_dtype" in explicit and not has_no_plan:
         yield "engine.exchange_dtype is ignored: with parallel.tp=1 there is no exchange between TP ranks"

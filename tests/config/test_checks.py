@@ -102,6 +102,9 @@ def test_a_run_may_be_as_short_as_one_step(steps: int) -> None:
         ("optimizer=soap engine=sc engine.layout=contiguous", "engine.layout"),
         ("optimizer.graph=true", "optimizer.graph"),
         ("parallel.dispatcher=allgather", "parallel.dispatcher"),
+        ("engine=paper engine.layout=owner", "engine.layout"),
+        ("engine=asc engine.layout=owner", "engine.layout"),
+        ("engine=asc engine.alpha=0.5", "engine.alpha"),
     ],
 )
 def test_a_setting_without_effect_is_a_warning(overrides: str, ignored: str) -> None:
@@ -178,6 +181,7 @@ def test_a_number_of_tokens_that_is_typed_counts_in_a_run_that_is_repeated(tmp_p
         # What contradicts nothing.
         *("schedule.decay=wsd schedule.wsd_decay_steps=5", "schedule.wsd_decay_steps=null", "data.path=null"),
         *("schedule.decay=constant", "train.batch_tokens=512 train.global_batch_size=null", "optimizer.clip=none"),
+        *("engine=asc engine.layout=contiguous engine.grouping=greedy", "engine=paper engine.alpha=0.5"),
         *("train.precision=fp32 train.grad_reduce_dtype=fp32", "data=stdlib-bytes data.path=null"),
     ],
 )
