@@ -81,6 +81,10 @@ def simulate(config: RunConfig, layout: Layout, workload: Workload) -> StrategyR
         name, factor = min(factors.items(), key=itemgetter(1))
         reason = f"makes model FLOP utilisation {utilisation:.0%} of cluster.bf16_tflops={cluster.bf16_tflops:g}"
         fix = f"use cluster.{name}=1.0, or measure it: canzona calibrate"
+        if factor >= 1:
+            name, factor = "bf16_tflops", cluster.bf16_tflops
+            reason = f"makes model FLOP utilisation {utilisation:.0%}, because other rates of the profile are higher"
+            fix = "raise it, or lower the rates that are too high, such as cluster.matmul_tflops"
         raise ConfigError(Problem(key=f"cluster.{name}", value=factor, reason=reason, fix=fix))
     return result
 

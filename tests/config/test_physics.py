@@ -51,7 +51,7 @@ def test_the_profiles_that_come_with_it_are_sound_and_stand_for_what_they_are() 
     ("override", "key"),
     [
         ("cluster.bf16_tflops=99000", "cluster.bf16_tflops"),  # forty B200s
-        ("cluster.bf16_tflops=0.001", "cluster.forward_factor"),  # which would train faster than it multiplies
+        ("cluster.bf16_tflops=0.001", "cluster.bf16_tflops"),  # which would train faster than it multiplies
         ("cluster.memory_gib=100000", "cluster.memory_gib"),
         ("cluster.memory_gib=2", "cluster.reserved_gib"),
         ("cluster.inter_node_gb_per_s=0", "cluster.inter_node_gb_per_s"),
