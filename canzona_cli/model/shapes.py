@@ -143,6 +143,11 @@ class _MatrixEntry:
     parameter: _Text | None = None
     count: _Number = 1
 
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """The ends of the copies' names; a single matrix has none."""
+        return tuple(f".{copy}" for copy in range(self.count)) if self.count > 1 else ("",)
+
 
 @dataclass(frozen=True, kw_only=True)
 class _BlockEntry:
@@ -230,26 +235,29 @@ def _type_problems(error: "ValidationError", prefix: str, file_name: str) -> Ite
 
 
 def _matrix_problems(file: _File, prefix: str, file_name: str) -> Iterator[Problem]:
-    """Yields a problem for each repetition of a name within a layer, and one if there are too many matrices
-    in all layers."""
-    for block_index, block in enumerate(file.blocks):
-        names = [entry.name for entry in block.matrices]
-        for matrix_index, name in enumerate(names):
-            if name in names[:matrix_index]:
-                key = f"blocks.{block_index}.matrices.{matrix_index}.name".removeprefix(prefix)
-                yield Problem(key=key, value=name, reason=f"is the name of two matrices in one layer (in {file_name})")
+    """Yields a problem if there are too many matrices in all layers, otherwise one for each repetition of a
+    name within a layer."""
     total = sum(block.layers * sum(entry.count for entry in block.matrices) for block in file.blocks)
     if total > _MOST_MATRICES:
         reason = f"must be at most {_MOST_MATRICES:,} in all layers (in {file_name})"
         yield Problem(key="matrices", value=total, reason=reason)
+        return
+    for block_index, block in enumerate(file.blocks):
+        earlier: set[str] = set()
+        for matrix_index, entry in enumerate(block.matrices):
+            names = {entry.name, *(entry.name + suffix for suffix in entry.suffixes)}
+            if names & earlier:
+                key = f"blocks.{block_index}.matrices.{matrix_index}.name".removeprefix(prefix)
+                reason = f"is the name of two matrices in one layer (in {file_name})"
+                yield Problem(key=key, value=entry.name, reason=reason)
+            earlier |= names
 
 
 def _matrices(block: _BlockEntry) -> Iterator[LayerMatrix]:
     """Yields the matrices of one layer."""
     units: dict[str, int] = {}
     for entry in block.matrices:
-        for copy in range(entry.count):
-            suffix = f".{copy}" if entry.count > 1 else ""
+        for suffix in entry.suffixes:
             unit = (entry.unit or f"{entry.name}:own") + suffix
             yield LayerMatrix(
                 name=entry.name + suffix,

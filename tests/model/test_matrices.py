@@ -162,6 +162,7 @@ matrices:
   - {name: up, rows: 768, cols: 256, shard: rows, parameter: mlp.linear_fc1.weight}
   - {name: down, rows: 256, cols: 768, shard: cols, parameter: mlp.linear_fc2.weight}
 """
+COPY = "{name: up.1, rows: 8, cols: 8, shard: none}"
 
 
 def written(folder: Path, text: str) -> Path:
@@ -223,6 +224,7 @@ blocks:
         (("shard: cols", "shard: columns"), "matrices.0.shard: must be rows, cols or none"),
         (("rows: 128", "rows: -1"), "matrices.2.rows: must be at least 1"),
         (("name: up", "name: gate"), "matrices.5.name: is the name of two matrices"),
+        (("- {name: up,", f"- {COPY}\n  - {{count: 2, name: up,"), "matrices.6.name: is the name of two matrices"),
         (("matrices:", "matrices: []\nunused:"), "matrices: is empty"),
         (("matrices:", "matrices: [gate]\nunused:"), "matrices.0: is not a mapping of names to values"),
         (("name: up", "name: ''"), "matrices.5.name: is empty"),
