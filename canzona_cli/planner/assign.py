@@ -326,14 +326,15 @@ def _does_not_fit(stage: PoolProblem, experts: Sequence[PoolProblem], memory_cap
     """Describes a stage whose matrices exceed `memory_cap` elements on some rank."""
     units = (unit for problem in (stage, *experts) for unit in problem.units.values())
     sizes = [stage.matrices[index].elements for unit in units for index in unit]
-    total, largest, cells = sum(sizes), max(sizes), stage.mesh.cells
+    total, cells = sum(sizes), stage.mesh.cells
+    least = max(-(-total // cells), max(sizes))
+    obstacle = f"if {cells} ranks hold {total:,} elements, one of them holds at least {least:,}"
+    if least <= memory_cap:
+        obstacle = f"no division of {total:,} elements among {cells} ranks was found in which none holds more"
     return Problem(
         key="gpus",
         value=f"{stage.owners} x {stage.tp} ranks of a stage",
-        reason=(
-            f"a rank has memory for {memory_cap:,} elements of matrices, but if {cells} ranks hold {total:,} elements, "
-            f"one of them holds at least {max(-(-total // cells), largest):,}"
-        ),
+        reason=f"a rank has memory for {memory_cap:,} elements of matrices, but {obstacle}",
         fix="use more GPUs, or another parallel.tp and parallel.pp",
     )
 

@@ -164,6 +164,11 @@ def test_a_cap_below_the_largest_matrix_does_not_fit() -> None:
     matrices = transformer(2, 64, 192, 16)
     with pytest.raises(DoesNotFit, match="one of them holds at least 12,288"):
         assign(matrices, newton_schulz(matrices), grid(8, 8), CANZONA, 12_287)
+    seven = transformer(1, 64, 64, 64)
+    with pytest.raises(
+        DoesNotFit, match=r"memory for 15,000 .* no division of 28,672 elements among 2 ranks was found"
+    ):
+        assign(seven, newton_schulz(seven), grid(2, 1), CANZONA, 15_000)
 
 
 def test_a_cap_moves_matrices_that_balance_alone_would_pile_up() -> None:
