@@ -55,9 +55,8 @@ class Communication:
     each of these values is the largest of all ranks."""
 
     dp_reduce_bytes: int
-    """The bytes of gradients that a rank sends for reductions over n owners, padding included: (n - 1) / n of
-    AdamW's gradients and of buckets that are reduced for each owner, and the whole of buckets that are
-    reduced in a ring."""
+    """The bytes of gradients that a rank sends for reductions over n owners, padding included: the whole of
+    buckets whose ring hands elements over, and (n - 1) / n of other buckets and of AdamW's gradients."""
     dp_gather_bytes: int
     """The bytes of weights that a rank sends for gatherings, counted as in `dp_reduce_bytes`."""
     tp_exchange_bytes: int

@@ -210,9 +210,9 @@ def collectives(bucket: Bucket, owners: int) -> tuple[int, int]:
 
 
 def sent_elements(bucket: Bucket, way: Reduction | Gathering, owners: int) -> float:
-    """Returns the elements that a rank sends for a bucket, on average: (n - 1) / n of the bucket, and in a
-    ring another 1 / n for the elements that ranks hand over."""
-    return bucket.elements * (1 if way == "ring" and owners > 1 else (owners - 1) / owners)
+    """Returns the elements that a rank sends for a bucket, on average: (n - 1) / n of the bucket, and another
+    1 / n if a ring hands elements over."""
+    return bucket.elements * (1 if way == "ring" and handovers(bucket, owners) else (owners - 1) / owners)
 
 
 def uniform_buckets(buckets: Iterable[Bucket], settings: PlanSettings) -> tuple[Bucket, ...]:

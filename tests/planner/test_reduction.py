@@ -204,6 +204,7 @@ def test_a_ring_of_equal_shares_is_the_native_collective_alone() -> None:
     assert prices.gather(one) == links.all_gather(12 * MIB * 2, group)
     assert handovers(one, 4) == ()
     assert collectives(one, 4) == (1, 1)
+    assert sent_elements(one, "ring", 4) == 9 * MIB
     assert scratch_bytes(one, one.reduction, 4, 4) == scratch_bytes(one, one.gathering, 4, 2) == {}
 
 
