@@ -53,7 +53,7 @@ class Script:
     """The commands and variables of a script, as far as reading it reveals them."""
 
     commands: tuple[tuple[str, ...], ...]
-    """The words of every command that may run, in order, except assignments and the commands in conditions."""
+    """The words of every command that may run, in order, except assignments."""
     variables: Mapping[str, str]
     """The last value of every variable; the elements of an array are separated by spaces."""
     undecided: tuple[str, ...]
@@ -114,9 +114,9 @@ class _Branch:
     def enter(self, keyword: str, condition: _Truth) -> None:
         """Begins the part after `then`, `do`, `elif` or `else`."""
         self.reading = keyword == "elif"
-        if keyword == "else":
+        if keyword in ("elif", "else"):
             self.taken = ~self.before
-        elif keyword != "elif":
+        else:
             self.taken = min(~self.before, condition)
             self.before = max(self.before, condition)
 
@@ -301,9 +301,9 @@ class _Reader:
             words = remaining
         if not words:
             return
-        in_condition = bool(self._open) and self._open[-1].reading
-        if not in_condition and not (end == ")" and self._runs is _Truth.UNKNOWN):  # a pattern of `case`
+        if not (end == ")" and self._runs is _Truth.UNKNOWN):  # a pattern of `case`
             self._record(words)
+        in_condition = bool(self._open) and self._open[-1].reading
         is_test = in_condition or words[0] in _TESTS or words[0].startswith("((")
         outcome = self._test(words) if is_test else _Truth.YES
         if self._joined == "&&":

@@ -194,6 +194,7 @@ def test_impossible_layouts_are_reported_by_the_flags_that_ask_for_them(tmp_path
         ),
         ("#SBATCH -N 2\n" + SMALL.replace("8 pre", "8 --nnodes $SLURM_NNODES pre"), "16"),
         (SMALL.replace("--nproc_per_node 8", "--nproc-per-node=4 --nnodes=3"), "12"),
+        (f"if ! {SMALL}; then exit 1; fi", "8"),
     ],
 )
 def test_the_number_of_gpus_is_the_launchers_or_slurms(tmp_path: Path, text: str, gpus: str) -> None:

@@ -35,6 +35,8 @@ DECIDED = [
     'F=; [ -n "$F" ] && if true; then A=x; fi; [ -n "$F" ] || for i in 1; do B=y; done; show ${A:-none} $B',
     "if [ 1 = 2 ] ||\n [ 1 = 1 ]; then show a; fi; function f { A=1; }; f; { B=2; }; show $A $B",
     "if [ 1 = 1 ]; then if [ 1 = 2 ]; then show a; else show b; fi; fi; show `true`",
+    "if show a; then show b; fi; if [ 1 = 1 ]; then show c; elif show d; then show e; fi",
+    "if [ 1 = 2 ]; then show a; elif show b; then show c; fi; if A=x; then show $A; fi",
 ]
 
 
