@@ -27,7 +27,6 @@ from canzona_cli.report.run import BreakdownView, RunView
 from canzona_cli.report.run_trace import clock_shifts, lanes, place_of
 from canzona_cli.report.tables import Cell, Table
 from canzona_cli.run.breakdown import Breakdown, Prediction
-from canzona_cli.run.codec import load_if_valid
 from canzona_cli.run.compare import run_figures
 from canzona_cli.run.files import RunFiles, read_json
 from canzona_cli.run.phases import Interval
@@ -42,19 +41,19 @@ _MOODS: Mapping[str, Mood] = {"done": "good", "failed": "bad", "diverged": "bad"
 
 
 def run_page(summary: RunSummary) -> Document:
-    """Returns the page of a run. The layout, plan, timelines and environment are read from the run directory,
-    if they exist."""
-    files, config, breakdown = RunFiles(summary.run_dir), summary.config, summary.breakdown
-    layout = load_if_valid(files.layout, Layout)
+    """Returns the page of a run. The plan, timelines and environment are read from the run directory, if they
+    exist."""
+    files, config, layout, breakdown = RunFiles(summary.run_dir), summary.config, summary.layout, summary.breakdown
+    plan, notes = None, [*summary.notes]
     try:
         plan = read_plan(files.plan) if files.plan.exists() else None
-    except ConfigError:  # the page is still useful without the plan
-        plan = None
+    except ConfigError as error:  # the page is still useful without the plan
+        notes += [f"no plan: {files.plan.name} {problem.reason}" for problem in error.problems]
     parts = [
         *_faults(summary),
         section_head("Summary", ""),
         *RunView(summary=summary).figures(),
-        *remarks(summary.notes),
+        *remarks(notes),
         *_curves(summary),
         *([] if breakdown is None else [BreakdownView(breakdown=breakdown)]),
         *_loads(layout, breakdown, plan),

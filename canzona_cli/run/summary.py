@@ -2,8 +2,9 @@
 
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Final
@@ -27,6 +28,7 @@ from canzona_cli.run.records import (
     ValidationLoss,
     describe,
     event_of,
+    read_layout,
 )
 from canzona_cli.run.words import plural
 
@@ -194,6 +196,7 @@ class RunSummary:
     """The results of the ranks that failed, the first error first."""
     breakdown: Breakdown | None
     config: RunConfig | None
+    layout: Layout | None
     go_on: str | None = None
     """The command that resumes the run."""
     restarts: int = 0
@@ -270,15 +273,9 @@ def load_summary(run_dir: Path) -> RunSummary:
         if any(files.checkpoints.glob("step-*")):
             note += f"; if it was killed: canzona resume {shlex.quote(str(run_dir))}"
         notes.append(note)
-    try:
-        breakdown = load_breakdown(run_dir)
-    except ConfigError as error:
-        breakdown = None
-        notes += [f"no breakdown of the step: {problem.reason}" for problem in error.problems]
-    try:
-        load_prediction(run_dir)
-    except ConfigError as error:
-        notes += [f"no prediction: {problem.reason}" for problem in error.problems]
+    breakdown = _load_noting_damage(partial(load_breakdown, run_dir), "breakdown of the step", notes)
+    _load_noting_damage(partial(load_prediction, run_dir), "prediction", notes)
+    layout = _load_noting_damage(partial(read_layout, files.layout), "layout", notes)
     events = events_of(files)
     all_events = [*earlier_events(files), *events]
     return RunSummary(
@@ -301,17 +298,18 @@ def load_summary(run_dir: Path) -> RunSummary:
         errors=_failed_ranks(files),
         breakdown=breakdown,
         config=config,
+        layout=layout,
         go_on=None if result is None else result.go_on,
         restarts=0 if result is None else result.restarts,
         goodput=goodput_of(files, all_events),
-        supply=_supply(files, config),
+        supply=_supply(files, config, layout),
         warnings=tuple(shown.text for event in events if (shown := describe(event)) is not None and shown.warning),
         notes=tuple(notes),
     )
 
 
-def _supply(files: RunFiles, config: RunConfig | None) -> Supply | None:
-    corpus, layout = load_if_valid(files.corpus, PreparedCorpus), load_if_valid(files.layout, Layout)
+def _supply(files: RunFiles, config: RunConfig | None, layout: Layout | None) -> Supply | None:
+    corpus = load_if_valid(files.corpus, PreparedCorpus)
     return None if config is None or corpus is None or layout is None else supply(config, layout, corpus)
 
 
@@ -322,6 +320,17 @@ def _config(files: RunFiles, notes: list[str]) -> RunConfig | None:
         return load_resolved(files.config)
     except (CanzonaError, OSError) as error:
         notes.append(f"config.yaml cannot be read: {error}")
+        return None
+
+
+def _load_noting_damage[T](load: Callable[[], T], what: str, notes: list[str]) -> T | None:
+    """Loads a record. Returns None if there is no such file, and None with a note if it cannot be used."""
+    try:
+        return load()
+    except FileNotFoundError:
+        return None
+    except ConfigError as error:
+        notes += [f"no {what}: {problem.reason}" for problem in error.problems]
         return None
 
 

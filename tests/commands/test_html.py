@@ -145,6 +145,8 @@ def test_whatever_a_run_left_makes_a_page(tmp_path: Path, status: str | None) ->
     page = page_of("report", files.root, to=tmp_path / "page.html")
     assert "unfinished" in page.words
     assert "there is no result.json" in page.words
+    for note in ("no layout: layout.json is not JSON", "no plan: plan.json is not JSON"):
+        assert (note in page.words) is (status is not None)
 
 
 def test_simulated_sizes_as_a_page(tmp_path: Path) -> None:
