@@ -37,8 +37,8 @@ def eval(
 ) -> None:
     """Compute loss, perplexity and bits per byte of a checkpoint.
 
-    Uses any layout that fits, and does not change the checkpoint. Without settings, it repeats the run's
-    own validation: same samples, layout and arithmetic, and therefore the same loss.
+    Without settings, it repeats the run's own validation: same samples, layout and arithmetic, and therefore
+    the same loss. Any other layout that fits can be set. The checkpoint is not changed.
     """
     from canzona_cli.commands.output import announce, progress, show, warn, write_out
     from canzona_cli.launch import evaluation

@@ -25,7 +25,7 @@ def tune(
     everything: Annotated[bool, Option("--all", help="Measure every valid layout that fits in memory.")] = False,
     rounds: Annotated[int, Option(metavar="N", help="Rounds; each layout runs once per round.")] = 3,
     steps: Annotated[
-        int, Option(metavar="K", help="Measured steps per layout and round, after two warm-up steps.")
+        int, Option(metavar="K", help="Measured steps per layout and round, after at least two warm-up steps.")
     ] = 3,
     out: Annotated[
         Path | None, Option(metavar="FILE.yaml", help="The recipe to write. [default: ./RECIPE-GPUS-tuned.yaml]")

@@ -201,8 +201,8 @@ def _cluster_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _training_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yields a problem if the model can only be planned, and one for steps to trace or profile that the run does
-    not have."""
+    """Yields a problem if canzona can plan the model but not train it, and one for each range of steps to trace
+    or profile that is not within the run."""
     if not config.model.gated:
         reason = "can only be planned: canzona does not train feed-forward layers without a gate"
         yield Problem("model.gated", reason, "leave it out, or use `canzona plan --dry-run`")

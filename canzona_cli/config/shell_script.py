@@ -249,7 +249,8 @@ class _Reader:
         return self.variables.get(name, special.get(name, f"{_MARK}{name}{_MARK}"))
 
     def _arithmetic(self, expression: str) -> int | None:
-        """Evaluates an expression of integers; returns None if it has unknown parts."""
+        """Evaluates an arithmetic expression of the shell; returns None if it has unknown parts or no value that
+        fits in 64 bits."""
         text = _Reader(expression, self.variables).piece("")
         text = re.sub(r"[A-Za-z_]\w*", lambda name: self._value(name[0]), text)
         text = text.strip().replace("/", "//").replace("&&", " and ").replace("||", " or ")

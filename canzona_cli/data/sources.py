@@ -154,7 +154,7 @@ def stdlib_sources() -> list[Source]:
 
 
 def stdlib_digest(sources: list[Source]) -> str:
-    """Returns a hash of the sources' names, order and contents, which identifies a cached corpus."""
+    """Returns a hash of the sources' names, order and contents, which is a part of a cached corpus's key."""
     digest = hashlib.sha256()
     for source in sources:
         assert source.path is not None

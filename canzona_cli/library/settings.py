@@ -24,7 +24,8 @@ Value = bool | int | float | str
 _RECIPE: Final = "qwen3-tiny"
 """The recipe to start from. Every setting in it that has an effect on the engine is replaced."""
 _FREE: Final = ("cluster", "engine", "optimizer", "train.non_finite", "train.seq_length", "train.micro_batch_size")
-"""The settings, and groups of settings, that a caller may set; the loop determines all others."""
+"""The settings, and groups of settings, that a caller may set, except the optimizer settings that the loop's own
+configuration determines (`_optimizer`)."""
 _FEWEST_IDS: Final = 512
 """The smallest vocabulary with which the recipe is valid. The recipe's tokenizer, which is not used, has
 fewer ids."""

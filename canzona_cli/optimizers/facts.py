@@ -1,8 +1,9 @@
 """The facts about each optimizer that other code needs without importing torch: settings, costs, state, and
 the name of the optimizer's class.
 
-Each optimizer has a module with its class, an entry in the tuple `FACTS` of a `*_facts.py` module, and a
-recipe. Settings, help, plans, memory estimates and the engine look optimizers up with `known_optimizers`.
+Each optimizer has an entry in the tuple `FACTS` of a `*_facts.py` module, a recipe, and, except for AdamW,
+which Megatron implements, a module with its class. Settings, help, plans, memory estimates and the engine
+look optimizers up with `known_optimizers`.
 """
 
 from collections.abc import Callable, Mapping

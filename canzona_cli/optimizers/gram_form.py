@@ -236,7 +236,7 @@ class Polynomial:
 
     def apply(self, x: torch.Tensor, out: torch.Tensor, *, wide: bool) -> None:
         """Writes (gamma I + q) x, multiplied from x's short side, into `out`. Must be called last, because it
-        adds gamma to q in place, except in bf16, whose precision is too low to store the two in one number.
+        adds gamma to q in place. Only bf16, which cannot hold the sum precisely, keeps the two apart.
         """
         if x.dtype is torch.bfloat16:
             apply(x, self.q, self.gamma, out, wide=wide)

@@ -46,7 +46,7 @@ class Prices:
     matrices: tuple[Matrix, ...]
     """The plan's matrices, see `make.planned_matrices`."""
     costs: tuple[float, ...]
-    """The seconds of each matrix's update by one rank."""
+    """The seconds that one rank needs to update each matrix."""
     bounds: tuple[float, ...]
     """The lower bounds of the plan (`Plan.lower_bounds`)."""
     possible: SharedCosts

@@ -72,7 +72,7 @@ class GroupSearch:
     on the same hosts.
 
     Args:
-        costs: the seconds of each matrix's update by one rank.
+        costs: the seconds that one rank needs to update each matrix.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ class Job:
     matrix: Matrix
     host: int
     seconds: float
-    """The seconds of the matrix's update by one rank."""
+    """The seconds that one rank would need to update the whole matrix, even if the matrix is shared."""
     shared_cost: SharedCost | None = None
     """The costs of the shared update; None if the matrix is hosted."""
 
@@ -52,7 +52,7 @@ def make_jobs(
     """Returns a job for each of the matrices at `indices`.
 
     Args:
-        costs: the seconds of each matrix's update by one rank.
+        costs: the seconds that one rank needs to update each matrix.
     """
     cells, shared_costs = assignment.cells, assignment.shared_costs
     return [

@@ -213,7 +213,7 @@ class Plan:
     subject: Subject
     matrices: tuple[Matrix, ...]
     costs: tuple[float, ...]
-    """The seconds of each matrix's update by one rank."""
+    """The seconds that one rank needs to update each matrix."""
     assignment: Assignment
     buckets: tuple[Bucket, ...]
     """The matrices' buckets; AdamW's parameters stay in Megatron's own buffers."""

@@ -255,9 +255,9 @@ def event_of(line: Mapping[str, object]) -> Event | None:
 
 
 def describe(event: Event) -> Note | None:
-    """Returns a line of text for a checkpoint or an incident; None for stages, which are shown separately.
+    """Returns the note of a checkpoint or an incident; None for stages, which are shown separately.
 
-    The text of an incident is its `detail`; incidents without a level are not shown.
+    The text of an incident is its `detail`; incidents without a level or a detail are not shown.
     """
     if isinstance(event, CheckpointEvent):
         saved = f"{size(event.bytes)} in {step_time(event.seconds)}"

@@ -324,7 +324,8 @@ def _config(files: RunFiles, notes: list[str]) -> RunConfig | None:
 
 
 def _load_noting_damage[T](load: Callable[[], T], what: str, notes: list[str]) -> T | None:
-    """Loads a record. Returns None if there is no such file, and None with a note if it cannot be used."""
+    """Loads a record. Returns None if there is no such file; if it cannot be used, adds a note and returns
+    None."""
     try:
         return load()
     except FileNotFoundError:

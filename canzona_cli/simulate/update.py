@@ -195,7 +195,7 @@ class SharedCores:
         self._first_tasks, self._last_tasks = list(after), list(after)
         self._waits: list[list[int]] = [[task] for task in after]
         self._work: list[list[int]] = [[] for _ in range(hosts)]
-        """The tasks of each host that pack or update."""
+        """The tasks of each host in which it packs or updates matrices."""
         self._transfers: list[int] = []
 
     def work(self, host: int, phase: Activity, seconds: float) -> None:
