@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from canzona_cli.cluster.gpus import with_layers_here
-from canzona_cli.cluster.search import Candidate, any_fits, candidates, expert_ranks, fill, search
+from canzona_cli.cluster.search import Candidate, any_fits, candidates, expert_parallel_sizes, fill, search
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.overrides import key_of
 from canzona_cli.config.schema import Execution, Layout, OptimizerConfig, RunConfig, Strategy
@@ -58,7 +58,7 @@ def choose(config: RunConfig) -> Candidate | None:
     parallel, train = config.parallel, config.train
     vpp = 1 if parallel.pp == 1 else parallel.vpp
     all_given = None not in (parallel.tp, parallel.pp, vpp, parallel.cp, train.micro_batch_size, train.recompute)
-    ep_open = len(expert_ranks(config, config.gpus // (parallel.pp or 1))) > 1
+    ep_open = len(expert_parallel_sizes(config, config.gpus // (parallel.pp or 1))) > 1
     fastest = () if all_given and not ep_open else search(config).best
     if fastest:
         return Candidate(layout=fastest[0].layout, memory=estimate(config, fastest[0].layout))
@@ -93,8 +93,8 @@ def suggestions(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     """Yields single changes that make `config` fit in memory, each as overrides and as the changed
     configuration.
 
-    Changes that alter the job less come first. Only the smallest number of GPUs and the longest sequence
-    length that fit are yielded.
+    Changes that alter the job less come first. At most one number of GPUs is yielded, the smallest that fits,
+    and one sequence length, the longest that fits.
     """
     for alternatives in _changes(config):
         for override, changed in alternatives:

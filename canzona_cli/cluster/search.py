@@ -112,7 +112,7 @@ def _layouts(config: RunConfig) -> Iterator[Layout]:
             sequence_parallel = tp > 1 and supported and train.seq_length % (tp * cp) == 0
         # Tensor parallelism cuts experts that are not divided among ranks.
         tp_divides_experts = config.model.ffn_hidden_size % tp == 0
-        eps = [ep for ep in expert_ranks(config, tp * cp * dp) if ep > 1 or tp_divides_experts]
+        eps = [ep for ep in expert_parallel_sizes(config, tp * cp * dp) if ep > 1 or tp_divides_experts]
         for micro in micro_batches:
             batch = _global_batch(config, _batch_multiple(pp, vpp, dp, micro))
             if batch is None:
@@ -133,10 +133,10 @@ def _layouts(config: RunConfig) -> Iterator[Layout]:
                 )
 
 
-def expert_ranks(config: RunConfig, cells: int) -> tuple[int, ...]:
+def expert_parallel_sizes(config: RunConfig, cells: int) -> tuple[int, ...]:
     """Returns the possible expert-parallel sizes of a stage with `cells` ranks.
 
-    Unless the user sets `parallel.ep`, only GPU ranks divide experts. CPU ranks share their cores, so moving
+    Unless the user sets `parallel.ep`, experts are divided only among GPUs. CPU ranks share their cores, so moving
     experts to other ranks would not make them faster.
     """
     if config.parallel.ep is not None:

@@ -36,7 +36,7 @@ class Overrides:
 
 
 def parse_overrides(arguments: Sequence[str]) -> Overrides:
-    """Parses every argument, values by Hydra's override grammar. Problems are returned in the result, not
+    """Parses every argument, with values in Hydra's override grammar. Problems are returned in the result, not
     raised."""
     groups: dict[str, str] = {}
     values: dict[str, object] = {}

@@ -52,13 +52,13 @@ class FragmentGather:
         """Gathers the fragments of all TP ranks into `whole`. Collective over the TP ranks.
 
         Args:
-            fragment: this rank's fragment, in the shape of `Fragments`; not read if only another rank stores
-                the matrix.
+            fragment: this rank's fragment, shaped like its view by `Fragments`; not read if only another
+                rank stores the matrix.
             whole: fp32 (rows, columns), overwritten.
         """
         view_in_whole, rank, group = self.wiring.fragments.view_in_whole, self.wiring.rank, self.wiring.tp_group
         has_fragment = matrix.home is None or matrix.home == rank
-        if not self.travels(matrix) or matrix.home is not None:
+        if matrix.home is not None or not self.travels(matrix):  # the fragment is the whole matrix
             if has_fragment:
                 view_in_whole(matrix, whole, rank).copy_(fragment)
             if self.travels(matrix):

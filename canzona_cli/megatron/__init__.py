@@ -1,1 +1,1 @@
-"""All code that uses Megatron-core's internals."""
+"""All code that uses private names of Megatron-core, or changes what it does."""

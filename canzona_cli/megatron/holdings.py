@@ -1,4 +1,4 @@
-"""The fp32 masters and optimizer state that Megatron's own optimizers have on this rank, each with the part
+"""The fp32 masters and optimizer state that Megatron's own optimizers hold on this rank, each with the part
 of a parameter that it belongs to."""
 
 from collections.abc import Iterator, MutableMapping

@@ -87,8 +87,8 @@ def replicated_parameters(model: ModelConfig) -> int:
 
 @lru_cache(maxsize=64)
 def interleaved_kinds(model: ModelConfig) -> frozenset[Kind]:
-    """Returns the kinds of matrices whose rows are interleaved with the rows of other matrices in their
-    parameter."""
+    """Returns the kinds of matrices whose rows are interleaved with the rows of other matrices in the
+    same parameter."""
     weights = family_of(model).weights(model)
     return frozenset(part.kind for weight in weights if weight.cut == "repeats" for part in weight.parts)
 

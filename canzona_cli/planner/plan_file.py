@@ -15,7 +15,7 @@ from canzona_cli.planner.make import make_plan, planned_matrices, subject
 from canzona_cli.planner.plan import VERSION, Plan, Subject, content_hash
 
 Difference = tuple[str, object, object]
-"""A key with its value in the first and its value in the second of two plans or subjects."""
+"""A key, its value in the first of two plans or subjects, and its value in the second."""
 _IDENTITY: Mapping[str, tuple[str, ...]] = {
     "matrices": ("name",),
     "buckets": ("stage", "index"),

@@ -57,7 +57,7 @@ class Prediction:
     profile: str
     """The name of the cluster profile."""
     calibrated: bool
-    """True for a profile that `canzona calibrate` measured."""
+    """True for a profile that `canzona calibrate` wrote."""
     mismatches: tuple[str, ...] = ()
     """The reasons why a calibrated profile may not match this machine."""
     cores: int | None = None

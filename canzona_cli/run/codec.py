@@ -39,7 +39,7 @@ def parse[T](kind: type[T], content: object, *, strict: bool = False) -> T:
         strict: True refuses conversions between numbers and text; only for bytes.
 
     Raises:
-        Damaged: a value is missing or has another type.
+        Damaged: the bytes are not JSON, or a value is missing or has the wrong type.
     """
     from pydantic import ValidationError
 

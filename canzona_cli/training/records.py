@@ -193,7 +193,8 @@ class Journal:
             self._save(self._files.kernels, kernels)
 
     def _append(self, path: Path, line: Mapping[str, object]) -> None:
-        """Adds a line to a file. If that fails, counts the lost line, and warns if it is the first."""
+        """Adds a line to a file. If that fails, counts the lost line. Warns when lines begin to be lost, and when
+        the file can be written again."""
         if not self._writes:
             return
         name = path.name
@@ -204,10 +205,10 @@ class Journal:
             self._down[name] = self._down.get(name, 0) + 1
             if self._down[name] == 1:
                 reason = error.strerror or error
-                self._warn(f"{name} cannot be written ({reason}); training continues, and its lines are lost")
+                self._warn(f"{name} cannot be written ({reason}); training continues without writing to it")
         else:
             if lost_lines := self._down.pop(name, 0):
-                self._warn(f"{name} can be written again; {lost_lines} of its lines are lost")
+                self._warn(f"{name} can be written again; {lost_lines} lines were lost")
 
     def _save(self, path: Path, record: MeasuredBreakdown | Kernels) -> None:
         if not self._writes:

@@ -149,7 +149,7 @@ def test_an_unwritable_file_costs_lines_and_never_the_run(files: RunFiles, caplo
     down, again = [json.loads(line) for line in files.events.read_text(encoding="utf-8").splitlines()]
     assert (down["event"], down["level"]) == ("writer", "warning")
     assert "metrics.jsonl cannot be written" in down["detail"]
-    assert "3 of its lines are lost" in again["detail"]
+    assert "3 lines were lost" in again["detail"]
     assert len(caplog.records) == 2, "said once, not for every line"
 
 
@@ -167,7 +167,7 @@ def test_only_whole_lines_are_in_a_file_whose_disk_became_full(files: RunFiles) 
     assert journal.lost == {"metrics.jsonl": 8}
     journal.step(_metrics(10))
     assert json.loads(files.metrics.read_text(encoding="utf-8").splitlines()[-1])["step"] == 10
-    assert "8 of its lines are lost" in files.events.read_text(encoding="utf-8")
+    assert "8 lines were lost" in files.events.read_text(encoding="utf-8")
 
 
 def test_a_planted_link_is_not_followed(files: RunFiles) -> None:
