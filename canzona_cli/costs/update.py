@@ -187,8 +187,7 @@ def seconds(
         algorithm = replace(algorithm, form="standard", stack=False, graph=False, spread=False)
         cluster = replace(cluster, symmetric_factor=1.0)
         for prefix in ("megatron/", ""):
-            measured_s = _measured(algorithm, rows, cols, cluster, prefix)
-            if measured_s is not None:
+            if (measured_s := _measured(algorithm, rows, cols, cluster, prefix)) is not None:
                 return measured_s
         host_s = MEGATRON_HOST_S if cluster.device == "cuda" and RULES[algorithm.name].orthogonal else 0.0
         return max(host_s, _modelled(algorithm, rows, cols, cluster, implementation)[0])
@@ -332,14 +331,12 @@ def _seconds(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfig)
     """Returns the mean seconds of one update in the algorithm's form and stacking: the measured seconds;
     without them, the measured seconds of the other form, scaled by the model; without either, the modelled
     seconds."""
-    measured_s = _measured(algorithm, rows, cols, cluster)
-    modelled_s = _modelled(algorithm, rows, cols, cluster)[0]
-    if measured_s is not None:
+    if (measured_s := _measured(algorithm, rows, cols, cluster)) is not None:
         return measured_s
+    modelled_s = _modelled(algorithm, rows, cols, cluster)[0]
     for form in get_args(Form) if RULES[algorithm.name].orthogonal else ():
         other = replace(algorithm, form=form)
-        measured_other_s = _measured(other, rows, cols, cluster)
-        if measured_other_s is not None:
+        if (measured_other_s := _measured(other, rows, cols, cluster)) is not None:
             return measured_other_s * modelled_s / _modelled(other, rows, cols, cluster)[0]
     return modelled_s
 
