@@ -47,7 +47,7 @@ def generate(
 ) -> None:
     """Generate text from a checkpoint with transformers (canzona[hf]).
 
-    Each prompt is continued separately, without a chat template.
+    Continues the text of --prompt or, with --interactive, each line that is typed, without a chat template.
     """
     problems = []
     if interactive == (prompt is not None):

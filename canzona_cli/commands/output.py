@@ -63,7 +63,7 @@ def warn_about(composed: "Composed", *notes: str, training: bool = True, printed
 
 def check_inputs(config: "RunConfig", layout: "Layout") -> "PreparedCorpus | None":
     """Checks a run's data before training and prints warnings about it. Returns the corpus; None for the
-    standard library's sources with a built-in tokenizer, which need no check.
+    standard library's sources, of which only the file of a tokenizer that is not built in is checked.
 
     For a custom optimizer, also prints a note that its code is not tested here.
 

@@ -22,7 +22,7 @@ SRUN_OPTIONS = ("--nodes", "--ntasks", "--ntasks-per-node", "--kill-on-bad-exit"
 
 def config_problems(config: RunConfig, *, training: bool = True) -> list[Problem]:
     """Returns the problems that checks of types and ranges do not find: values that cannot work, alone or
-    together, and unsafe texts.
+    together, and texts that `safety_problems` refuses.
 
     Args:
         training: False for plans; skips the checks that only a training run needs.

@@ -42,8 +42,8 @@ class LengthSummary:
     p90: int
     most: int
     histogram: tuple[tuple[int, int], ...]
-    """The bars as pairs (most tokens, documents). A bar counts the documents with at most that many tokens
-    that the bars before it do not count."""
+    """The bars as pairs (most tokens, documents). Each bar counts the documents that have at most that many
+    tokens and are not in an earlier bar."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,10 @@
-"""The collectives that reduce a bucket's gradients to owners and gather its weights from owners, with one
-class for each method that a plan may choose.
+"""The collectives that reduce a bucket's gradients to owners and gather its weights from owners, by each method
+that a plan may choose.
 
 `planner.reduction` defines what each method communicates and in which order; the plan chooses the method.
 NCCL runs the collectives of a communicator in the order in which they are launched, so a collective may use
-the result of an earlier one without waiting for it. gloo runs collectives in threads, so the second
-collective is launched after waiting for the first.
+the result of an earlier one without waiting for it. gloo runs collectives in threads, so a collective
+that uses a result is launched only once that result is complete.
 """
 
 from abc import ABC, abstractmethod

@@ -39,13 +39,14 @@ def move(
     factor: float,
     trusted: torch.Tensor | None,
 ) -> None:
-    """Computes p <- (1 - lr weight_decay) p - lr factor x in place; if `x` is fp32 and not `trusted`, p only
-    decays.
+    """Computes p <- (1 - lr weight_decay) p - lr factor x in place. If `x` is not trusted, p only decays: an
+    fp32 `x` is skipped here, and the caller has filled any other with 0.
 
     Args:
         p, x: (rows, cols) for one matrix, (count, rows, cols) for a run.
         rates: 1 - lr weight_decay, lr, and lr weight_decay on the device: (3,).
-        weight_decay: The same weight decay as a host number.
+        weight_decay: the weight decay of `rates`, as a Python number.
+        factor: the scale of the update, which depends on the shape.
         trusted: () bool on the device, for one matrix; None means trusted.
     """
     decay, rate, decay_rate = rates

@@ -361,15 +361,13 @@ class PlainView(ConsoleView):
 
     def validation(self, validation: ValidationLoss) -> None:
         state = self.state
-        count_before = len(state.validations)
+        is_first = not state.validations
         state.add_validation(validation)
-        if len(state.validations) == count_before:
-            return
         if self._unprinted:
             self._print_step(state.clock())
         (_, first), (step, loss) = state.validations[0], state.validations[-1]
         change = ""
-        if count_before:
+        if not is_first:
             change = f" (from {number(first, '.4f')}, {number(relative_change(first, loss), '+.1f')}%)"
         by_set = f": {set_losses(state.sets)}" if state.sets else ""
         step_text = f"{step:,}/{state.total:,}"

@@ -12,7 +12,6 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -137,25 +136,27 @@ class TorchDistFolder:
         """Reads a tensor as fp32, assembled from its chunks.
 
         Args:
-            at: The index on the first axis of the slice to read, which is returned without this axis; None
-                for the whole tensor.
+            at: an index on the first axis; only this slice is read, and returned without the axis. None reads
+                the whole tensor.
 
         Raises:
             CheckpointInvalid: a chunk is missing, overlaps another one, or cannot be read.
         """
         stored = self._tensors[key]
         shape, first = (stored.shape, ()) if at is None else (stored.shape[1:], (at,))
-        whole, missing = torch.full(shape, torch.nan), prod(shape)
+        whole, covered = torch.empty(shape), torch.zeros(shape, dtype=torch.bool)
+        overlaps = False
         for chunk in stored.chunks:
             if first and not chunk.offsets[0] <= first[0] < chunk.offsets[0] + chunk.sizes[0]:
                 continue
             data = self._tensor(key, chunk)
             if first:
                 data = data[first[0] - chunk.offsets[0]]
-            place = zip(chunk.offsets[len(first) :], data.shape, strict=True)
-            whole[tuple(slice(start, start + size) for start, size in place)] = data
-            missing -= data.numel()
-        if missing:
+            offsets_and_sizes = zip(chunk.offsets[len(first) :], data.shape, strict=True)
+            region = tuple(slice(start, start + size) for start, size in offsets_and_sizes)
+            overlaps |= bool(covered[region].any())
+            whole[region], covered[region] = data, True
+        if overlaps or not covered.all():
             self._refuse(INDEX, f"the chunks of {key} overlap, or leave gaps")
         return whole
 

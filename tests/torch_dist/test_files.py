@@ -222,3 +222,17 @@ def test_chunks_that_leave_gaps_are_refused(exported: Path, tmp_path: Path) -> N
     assert folder.read("decoder.layers.mlp.linear_fc2.weight", 0).isfinite().all()
     with pytest.raises(CheckpointInvalid, match="leave gaps"):
         folder.read("decoder.layers.mlp.linear_fc2.weight", 1)
+
+
+def test_a_chunk_in_the_place_of_another_is_refused(exported: Path, tmp_path: Path) -> None:
+    """The chunks have as many elements as the tensor."""
+    shutil.copytree(exported, tmp_path / "in")
+
+    def twice(index: object) -> object:
+        chunks = vars(index)["state_dict_metadata"]["decoder.layers.mlp.linear_fc2.weight"].chunks
+        chunks[-1] = chunks[0]
+        return index
+
+    _index(twice)(tmp_path / "in" / "iter_0000004")
+    with pytest.raises(CheckpointInvalid, match="overlap"):
+        TorchDistFolder(tmp_path / "in", key="DIR").read("decoder.layers.mlp.linear_fc2.weight")
