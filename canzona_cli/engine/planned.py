@@ -111,9 +111,10 @@ class PlannedOptimizer(MasterOptimizer):
         With `overlap_param_gather`, it only starts the buckets that the forward pass needs first
         (`owner_bucket_group.install` chains the others); with `align_param_gather`, it starts no bucket.
         """
-        buckets = matrix_groups(self._chunks)[::-1]
         if self._ddp_config.overlap_param_gather:
             buckets = gathering_order(self._chunks)[: GATHERED_AHEAD if gathers_ahead(self._ddp_config) else 0]
+        else:
+            buckets = matrix_groups(self._chunks)[::-1]
         for bucket in buckets:
             bucket.start_param_sync()
 

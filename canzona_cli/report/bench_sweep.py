@@ -67,11 +67,11 @@ class SweepRow:
 
 def sweep_rows(results: Mapping[str, BenchResult]) -> list[SweepRow]:
     """Returns a row for each value and strategy."""
+    ascending = sorted(results.values(), key=lambda result: result.layout.world_size)
     rows = []
     for value, result in results.items():
         for index, strategy in enumerate(shown_strategies(result)):
-            alike = (other for other in results.values() if strategy in other.strategies)
-            fewest = min(alike, key=lambda other: other.layout.world_size)
+            fewest = next(other for other in ascending if strategy in other.strategies)
             rows.append(SweepRow(value=value, strategy=strategy, result=result, fewest=fewest, begins=index == 0))
     return rows
 
