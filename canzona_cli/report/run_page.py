@@ -58,7 +58,7 @@ def run_page(summary: RunSummary) -> Document:
         *([] if breakdown is None else [BreakdownView(breakdown=breakdown)]),
         *_loads(layout, breakdown, plan),
         *_memory(config, layout, plan, breakdown),
-        *_timeline(files, layout, None if breakdown is None else breakdown.planned),
+        *_timeline(files, layout, None if breakdown is None else breakdown.shown_plan),
         *_events(summary.events),
         *_settings(files, config),
     ]
@@ -120,9 +120,12 @@ def _curves(summary: RunSummary) -> Iterator[RenderableType]:
 
 def _loads(layout: Layout | None, breakdown: Breakdown | None, plan: Plan | None) -> Iterator[RenderableType]:
     """Yields the measured and planned load maps of matrix updates for the pipeline stage with the slowest
-    rank."""
+    rank. Planned loads are seconds of the profile: beside measured loads they are shown only if the profile
+    describes the machine."""
     planned = {} if plan is None else {stage: plan.loads(stage) for stage in range(plan.subject.layout.pp)}
     measured = {} if breakdown is None else _measured_loads(breakdown)
+    if measured and breakdown is not None and breakdown.shown_plan is None:
+        planned = {}
     loads_by_stage: Mapping[int, Sequence[float]] = measured or planned
     if layout is None or not loads_by_stage:
         return

@@ -22,13 +22,13 @@ from tests.run.runs import CONFIG, LAYOUT
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> & \"quoted' \x1b[31m"
 
 
-def whole_run(root: Path) -> RunFiles:
-    """A run with everything that a page shows."""
+def whole_run(root: Path, *, calibrated: bool = True) -> RunFiles:
+    """A run with everything that a page shows. Without `calibrated`, its prediction describes no real machine."""
     files = make_run(root)
     shutil.copy(FIXTURE, files.breakdown)
     plan = make_plan(CONFIG, LAYOUT)
     files.plan.write_text(plan.to_json())
-    save(files.predicted, predict_here(CONFIG, LAYOUT, plan))
+    save(files.predicted, replace(predict_here(CONFIG, LAYOUT, plan), calibrated=calibrated))
     files.timelines.mkdir()
     for rank in range(4):
         write_json_atomic(files.timeline(rank), timeline(rank, transfers=[("grad_reduce", 3, 4)]))
@@ -77,6 +77,14 @@ def test_a_run_as_a_page(tmp_path: Path) -> None:
     assert "rank 3 (TP 1, DP 1)" in page.words
     assert "optimizer.lr 0.003" in page.words
     assert "planned, profile cpu" in page.words
+
+
+def test_a_page_shows_no_planned_times_that_the_terminal_hides(tmp_path: Path) -> None:
+    """An uncalibrated CPU profile describes no real machine, on a page as in a terminal."""
+    page = page_of("report", whole_run(tmp_path / "run", calibrated=False).root, to=tmp_path / "run.html")
+    assert len(page.all("rect", class_="cell")) == 4, "the measured loads alone"
+    assert "planned, profile cpu" not in page.words
+    assert "canzona calibrate" in page.words
 
 
 def test_the_page_says_what_the_terminal_says(tmp_path: Path) -> None:
