@@ -49,12 +49,13 @@ class Engine:
     ) -> None:
         refuse(contract.PROBLEMS, EnvironmentProblem)
         self._megatron, self._settings, self._groups = optimizer_config, settings, groups
-        self._built: tuple[RunConfig, World, Plan] | None = None
+        self._built: tuple[RunConfig, World, Plan, Wrapped] | None = None
 
     @property
     def plan(self) -> Plan:
         """The plan that the engine executes, the same on every rank. `wrap` makes it."""
-        return self._parts[2]
+        _, _, plan, _ = self._parts
+        return plan
 
     def wrap(
         self, chunks: Sequence[torch.nn.Module], ddp_config: DistributedDataParallelConfig
@@ -70,6 +71,7 @@ class Engine:
         Raises:
             CanzonaError: the engine cannot train this model here. Raised on all ranks together.
         """
+        agree_on_problem(_unwrapped_problem(chunks), Unsupported)
         groups = self._groups or ProcessGroupCollection.use_mpu_process_groups()
         device = next(chunks[0].parameters()).device
         caller = Caller(
@@ -87,8 +89,9 @@ class Engine:
         agree_on_problem(next(_parameter_problems(caller.models), None), Unsupported)
         fix = "train a dense decoder whose matrices the engine supports; the plan covers all of its layers"
         plan = agree_on_plan(make_plan(config, layout), chunks, world, fix=fix)
-        self._built = config, world, plan
-        return wrap_planned(chunks, config, world, plan, ddp_config)
+        wrapped = wrap_planned(chunks, config, world, plan, ddp_config)
+        self._built = config, world, plan, wrapped
+        return wrapped
 
     def optimizer(self, chunks: Wrapped, overrides: Overrides | None = None) -> CanzonaOptimizer:
         """Builds the optimizer for the chunks that `wrap` returned: canzona updates the matrices, Megatron's
@@ -99,10 +102,11 @@ class Engine:
                 Megatron's standard overrides.
 
         Raises:
-            CanzonaError: no model is wrapped, or the overrides or a user's own optimizer cannot be used.
-                Raised on all ranks together.
+            CanzonaError: no model is wrapped, `chunks` are not the chunks that the last `wrap` returned, or the
+                overrides or a user's own optimizer cannot be used. Raised on all ranks together.
         """
-        config, world, plan = self._parts
+        config, world, plan, wrapped = self._parts
+        agree_on_problem(_wrapped_problem(chunks, wrapped), Unsupported)
         assumed = config.cluster.grouped_collectives
         if (contradiction := owner_bucket_group.find_contradiction(chunks, world, assumed=assumed)) is not None:
             _LOG.warning(contradiction)
@@ -120,11 +124,34 @@ class Engine:
         return built
 
     @property
-    def _parts(self) -> tuple[RunConfig, World, Plan]:
+    def _parts(self) -> tuple[RunConfig, World, Plan, Wrapped]:
         if self._built is None:
             fix = "call wrap(chunks, ddp_config) first, in place of DistributedDataParallel"
             raise Unsupported(Problem(key="Engine", reason="it has not wrapped a model", fix=fix))
         return self._built
+
+
+def _unwrapped_problem(chunks: Sequence[torch.nn.Module]) -> Problem | None:
+    """Returns the reason why `Engine.wrap` cannot wrap these chunks; None if it can."""
+    if not chunks:
+        fix = "give this rank's model chunks, one for each virtual pipeline stage"
+        return Problem(key="Engine.wrap", reason="there is nothing to train", fix=fix)
+    for index, chunk in enumerate(chunks):
+        if isinstance(chunk, DistributedDataParallel):
+            fix = "give the model itself: the engine plans its gradient buffers, so it has to wrap it"
+            return Problem(key="Engine.wrap", reason=f"chunk {index} is already wrapped", fix=fix)
+    return None
+
+
+def _wrapped_problem(chunks: Wrapped, wrapped: Wrapped) -> Problem | None:
+    """Returns the reason why the plan does not belong to these chunks, which only holds for the very chunks that
+    `Engine.wrap` returned: other buffers are reduced to other ranks, and would be trained wrongly; None if it does."""
+    if [id(chunk) for chunk in chunks] == [id(chunk) for chunk in wrapped]:
+        return None
+    kinds = ", ".join(type(chunk).__name__ for chunk in chunks) or "no chunk"
+    reason = f"got {kinds}, but only the {len(wrapped)} that the engine's last wrap(...) returned follow its plan"
+    fix = "call optimizer(chunks) with the result of wrap(chunks, ddp_config), and one Engine for each model"
+    return Problem(key="Engine.optimizer", reason=reason, fix=fix)
 
 
 def _parameter_problems(models: Sequence[torch.nn.Module]) -> Iterator[Problem]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_standard_config_overrides
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey
@@ -225,6 +225,44 @@ def test_each_setting_that_is_not_supported_is_refused_by_name() -> None:
         assert len(answers) > 30
         for case, answer in answers.items():
             assert f"{case.split()[1]}: " in answer, (case, answer)
+
+
+def test_only_the_chunks_that_wrap_returned_are_trained() -> None:
+    """Other chunks have other buffers: with Megatron's, over two data-parallel ranks, losses differ from the second
+    step on, without a word."""
+    config, layout = jobs.resolve(*FIXED)
+
+    def refusal(call: Callable[[], object]) -> str:
+        with pytest.raises(Unsupported) as error:
+            call()
+        return str(error.value)
+
+    def work(_: str, world: World) -> list[str]:
+        megatron, groups = optimizer_config(config), world.groups
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
+        engine, other = Engine(megatron, groups=groups), Engine(megatron, groups=groups)
+        bare = build_model(config, world)
+        by_hand = [DistributedDataParallel(get_model_config(bare[0]), ddp, bare[0], pg_collection=groups)]
+        wrapped, of_other = engine.wrap(bare, ddp), other.wrap(build_model(config, world), ddp)
+        wrong: list[Any] = [[], bare, by_hand, of_other]
+        answers = [
+            *(refusal(lambda chunks=chunks: engine.wrap(chunks, ddp)) for chunks in ([], by_hand)),  # type: ignore[misc]
+            *(refusal(lambda chunks=chunks: engine.optimizer(chunks)) for chunks in wrong),  # type: ignore[misc]
+        ]
+        assert engine.optimizer(tuple(wrapped)).matrices is not None, "another sequence of the same chunks is as good"
+        return answers
+
+    expected = [
+        ("Engine.wrap", "nothing to train"),
+        ("Engine.wrap", "chunk 0 is already wrapped"),
+        *(
+            ("Engine.optimizer", f"got {kind}", "only the 1")
+            for kind in ("no chunk", "GPTModel", "DistributedDataParallel", "DistributedDataParallel")
+        ),
+    ]
+    for answers in jobs.on_ranks({"": (config, layout)}, work)[""]:
+        for words, answer in zip(expected, answers, strict=True):
+            assert all(word in answer for word in words), (words, answer)
 
 
 def test_overrides_that_no_parameter_group_can_have_are_refused() -> None:
