@@ -39,12 +39,15 @@ class Absent(Unreadable, FileNotFoundError):
     """An error for a file that does not exist."""
 
 
-def read_plain(path: Path, *, most: int | None = LARGEST, follow: bool = True) -> bytes:
+def read_plain(
+    path: Path, *, most: int | None = LARGEST, follow: bool = True, part: tuple[int, int] | None = None
+) -> bytes:
     """Returns the contents of a regular file. Pipes and terminals are refused, so that nothing blocks.
 
     Args:
         most: the maximum size in bytes; None for no limit, as for files that grow during a run.
         follow: True if the path may be a symbolic link.
+        part: the offset and the length of the bytes to return, fewer if the file ends before; None for all.
 
     Raises:
         Absent: the file does not exist.
@@ -56,7 +59,12 @@ def read_plain(path: Path, *, most: int | None = LARGEST, follow: bool = True) -
             raise Unreadable("is not a regular file")
         if most is not None and status.st_size > most:
             raise Unreadable(f"is larger than the limit of {most >> 20} MiB")
-        return path.read_bytes()
+        if part is None:
+            return path.read_bytes()
+        offset, length = part
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(min(length, max(0, status.st_size - offset)))
     except OSError as error:
         kind = Absent if isinstance(error, FileNotFoundError) else Unreadable
         raise kind(f"cannot be read: {error.strerror or error}") from None

@@ -28,12 +28,15 @@ def stored_step(common: object) -> float | None:
     return max(_steps(common), default=None)
 
 
-def _steps(tree: object) -> Iterator[float]:
-    if isinstance(tree, Mapping):
-        for count in (tree.get("step"), tree.get("common_step")):
-            if isinstance(count, int | float) or (isinstance(count, torch.Tensor) and count.numel() == 1):
-                yield float(count)
-        tree = list(tree.values())
-    if isinstance(tree, list):
-        for value in tree:
-            yield from _steps(value)
+def _steps(common: object) -> Iterator[float]:
+    unread, read = [common], set[int]()
+    while unread:
+        tree = unread.pop()
+        if id(tree) in read or not isinstance(tree, Mapping | list):
+            continue
+        read.add(id(tree))  # a list in a pickle may contain itself
+        if isinstance(tree, Mapping):
+            for count in (tree.get("step"), tree.get("common_step")):
+                if isinstance(count, int | float) or (isinstance(count, torch.Tensor) and count.numel() == 1):
+                    yield float(count)
+        unread += tree.values() if isinstance(tree, Mapping) else tree

@@ -20,6 +20,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from canzona_cli.config.reading import Unreadable, parse_json, read_plain
 from canzona_cli.errors import CheckpointInvalid, ConfigError, Problem
+from canzona_cli.torch_dist.pickles import check_pickle, check_saved
 
 FORMAT: Final = "metadata.json"
 TRACKER: Final = "latest_checkpointed_iteration.txt"
@@ -115,6 +116,7 @@ class TorchDistFolder:
         except Unreadable as error:
             self._refuse("", f"a file of the checkpoint {error}")
         with self._reading(INDEX):
+            check_pickle(content)
             self._tensors, self._objects = _index(_SafeUnpickler(io.BytesIO(content)).load())
         self.common: Mapping[object, object] = self._common()
 
@@ -188,9 +190,7 @@ class TorchDistFolder:
     def _bytes(self, place: _Place) -> io.BytesIO:
         if place.file != Path(place.file).name or place.file.startswith("."):
             raise ValueError("its file is not in this folder")
-        with (self.path / place.file).open("rb") as file:
-            file.seek(place.offset)
-            content = file.read(place.length)
+        content = read_plain(self.path / place.file, most=None, part=(place.offset, place.length))
         if len(content) < place.length:
             raise ValueError("the file is shorter than its index says: the copy is not complete")
         return io.BytesIO(content)
@@ -222,8 +222,10 @@ def _plain(content: io.BytesIO, admitted: tuple[str, ...] = ()) -> object:
         admitted: The prefixes of the names of allowed classes.
 
     Raises:
-        Exception: The data names other classes, or is damaged; the type depends on the damage.
+        Exception: The data names other classes, costs too much to load, or is damaged; the type depends on the
+            damage.
     """
+    check_saved(content)
     names = get_unsafe_globals_in_checkpoint(content)
     for name in names:
         if not name.startswith(admitted):
@@ -277,11 +279,14 @@ def _index(metadata: object) -> tuple[dict[str, _Tensor], dict[str, _Place]]:
         if type(entry).__name__ != "TensorStorageMetadata":
             continue
         shape = _numbers(vars(entry)["size"])
-        chunks = []
+        chunks, listed = [], set[tuple[int, ...]]()
         for chunk in map(vars, vars(entry)["chunks"]):
             offsets, sizes = _numbers(chunk["offsets"]), _numbers(chunk["sizes"])
             if any(first + size > whole for first, size, whole in zip(offsets, sizes, shape, strict=True)):
                 raise ValueError(f"has a chunk outside of {key}")
+            if offsets in listed:
+                raise ValueError(f"lists chunks of {key} that overlap")
+            listed.add(offsets)
             chunks.append(_Chunk(offsets=offsets, sizes=sizes, place=places[key, offsets]))
         tensors[str(key)] = _Tensor(shape=shape, chunks=tuple(chunks))
     return tensors, {key: place for (key, offset), place in places.items() if key not in tensors}

@@ -52,6 +52,8 @@ _OPTIMIZERS: Final = ("adam", "muon", "dist_muon")
 _MUST_MATCH: Final = ("model.", "train.seq_length")
 """The settings, and groups of settings, that must equal the checkpoint's arguments, except `_FREE`."""
 _FREE: Final = ("model.name", "model.init_std")
+_MOST_COUNTED: Final = 10**12
+"""The largest number of steps or samples, as in canzona's own checkpoints."""
 _MOST: Final = 20
 """The maximum number of problems with tensors that are listed."""
 
@@ -67,6 +69,9 @@ class Import:
     progress: Progress
     step: float
     """The number of steps that AdamW has taken."""
+    masters: bool
+    """True to import fp32 masters, which the checkpoint then has for all parameters; False to import the model's
+    weights as masters."""
     notes: tuple[str, ...]
     """The notes for the user on state and features that are not imported."""
 
@@ -151,6 +156,15 @@ def _with_state(folder: TorchDistFolder, composed: Composed, kind: Kind | None, 
     """Returns an import with optimizer state if the run can use it, otherwise without."""
     step, optimizer = stored_step(folder.common.get("optimizer")), composed.config.optimizer.name
     samples, iteration = folder.arguments.get("consumed_train_samples"), folder.common.get("iteration")
+    counts = {"consumed_train_samples": samples, "iteration": iteration, "step of the optimizer": step}
+    refuse(filter(None, (_count_problem(folder, *count) for count in counts.items())), CheckpointInvalid)
+    every = list(parameters(composed.config.model))
+    without = [parameter.name for parameter in every if parameter.stored_key(folder.keys, MASTER) is None]
+    if 0 < len(without) < len(every):
+        # Masters of some parameters beside rounded weights of others would be a model that no step has had.
+        count = f"{len(without)} of {len(every)} parameters, the first is {without[0]}, have no fp32 master"
+        notes = (*notes, f"all masters begin as the model's weights, in the precision that it trained in: {count}")
+    imported = partial(Import, folder=folder, composed=composed, masters=not without)
     nothing = Progress(step=0, samples=0, tokens=0)
     if kind is None:
         why = "its optimizer state is missing, belongs to another optimizer, or is tied to a layout of ranks"
@@ -161,9 +175,17 @@ def _with_state(folder: TorchDistFolder, composed: Composed, kind: Kind | None, 
     else:
         tokens = samples * composed.config.train.seq_length
         progress = Progress(step=iteration, samples=samples, tokens=tokens)
-        return Import(folder=folder, composed=composed, kind=kind, progress=progress, step=step, notes=notes)
+        return imported(kind=kind, progress=progress, step=step, notes=notes)
     note = f"weights only, as step 0: {why}"
-    return Import(folder=folder, composed=composed, kind=None, progress=nothing, step=0.0, notes=(*notes, note))
+    return imported(kind=None, progress=nothing, step=0.0, notes=(*notes, note))
+
+
+def _count_problem(folder: TorchDistFolder, name: str, count: object) -> Problem | None:
+    """Returns a problem if a stored count is a number, but not one that a run can have reached."""
+    if not isinstance(count, int | float) or 0 <= count <= _MOST_COUNTED:
+        return None
+    reason = f"its {name} is {count:g}, so it is damaged"
+    return Problem(key="DIR", value=folder.path, reason=reason, fix="import an earlier checkpoint")
 
 
 def import_torch_dist(source: Import, files: RunFiles, *, on_bytes: Callable[[int], None] = lambda _: None) -> Path:
@@ -179,8 +201,8 @@ def import_torch_dist(source: Import, files: RunFiles, *, on_bytes: Callable[[in
     keys, tensors, scalars = source.folder.keys, defaultdict[int | None, dict[str, Buffer]](dict), dict[str, Scalar]()
     for parameter in parameters(source.config.model):
         fields = source.fields(parameter)
-        by_field = {field: parameter.stored_key(keys, field) for field in (MASTER, *fields)}
-        by_field[MASTER] = by_field[MASTER] or parameter.stored_key(keys)
+        by_field = {field: parameter.stored_key(keys, field) for field in fields}
+        by_field[MASTER] = parameter.stored_key(keys, MASTER if source.masters else "")
         named = {field: key for field, key in by_field.items() if key is not None}
         units = dict.fromkeys(block.unit for block in parameter.blocks)
         for field, key in named.items():

@@ -3,6 +3,7 @@ refused without running it."""
 
 import io
 import json
+import os
 import pickle
 import shutil
 from argparse import Namespace
@@ -23,7 +24,7 @@ from canzona_cli.errors import CheckpointInvalid
 from canzona_cli.model.geometry import unit_shape
 from canzona_cli.run.files import RunFiles
 from canzona_cli.torch_dist.folder import TorchDistFolder
-from canzona_cli.torch_dist.names import Kind, parameters
+from canzona_cli.torch_dist.names import Kind, kind_of_state, parameters
 from tests.commands.support import canzona
 from tests.test_untrusted_files import Trap
 
@@ -156,6 +157,65 @@ def _elsewhere(index: object) -> object:
     return index
 
 
+def _counts(iteration: int = STEP, samples: int = 8 * STEP) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        common = torch.load(folder / "common.pt", weights_only=False)
+        common["iteration"], common["args"].consumed_train_samples = iteration, samples
+        torch.save(common, folder / "common.pt")
+
+    return apply
+
+
+def _contains_itself(folder: Path) -> None:
+    common = torch.load(folder / "common.pt", weights_only=False)
+    common["optimizer"]["more"] = common["optimizer"]
+    common["iteration"] = -1
+    torch.save(common, folder / "common.pt")
+
+
+def _replaced(name: str, make: Callable[[Path], None]) -> Callable[[Path], None]:
+    """Something else in the place of a file."""
+
+    def apply(folder: Path) -> None:
+        (folder / name).unlink()
+        make(folder / name)
+
+    return apply
+
+
+def _with_key(key: bytes) -> Callable[[Path], None]:
+    """A dict in the index with this pickled key."""
+
+    def apply(folder: Path) -> None:
+        (folder / ".metadata").write_bytes(b"\x80\x04}(" + key + b"K\x01u.")
+
+    return apply
+
+
+def _doubled(times: int) -> bytes:
+    """A pickled tuple of two equal tuples, `times` levels deep: 2 ** times elements of a few bytes."""
+    return b"K\x01" + b"".join(b"q%ch%c\x86" % (level, level) for level in range(times))
+
+
+def _mentions(times: int) -> Callable[[object], object]:
+    def change(index: object) -> object:
+        chunks = vars(index)["state_dict_metadata"]["decoder.layers.mlp.linear_fc2.weight"].chunks
+        chunks += [chunks[0]] * times
+        return index
+
+    return change
+
+
+def _flipped(folder: Path) -> None:
+    """One bit in the middle of the largest tensor."""
+    path = folder / "__0_0.distcp"
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    place = max(index.storage_data.values(), key=lambda place: place.length)
+    content = bytearray(path.read_bytes())
+    content[place.offset + place.length // 2] ^= 1
+    path.write_bytes(content)
+
+
 FORGED: dict[str, tuple[Callable[[Path], None], int, str]] = {
     "no index": (lambda folder: (folder / ".metadata").unlink(), 5, "cannot be read"),
     "no tensors": (lambda folder: (folder / "__0_0.distcp").unlink(), 5, "__0_0.distcp"),
@@ -167,7 +227,20 @@ FORGED: dict[str, tuple[Callable[[Path], None], int, str]] = {
     "experts": (_arguments(num_experts=4), 2, "only dense decoders can be imported"),
     "biases": (_arguments(add_bias_linear=True), 2, "canzona's linear layers have none"),
     "other layers": (_arguments(num_layers=3), 2, "shape [2, 64, 64]"),
-}
+    "samples below zero": (_counts(samples=-8), 5, "consumed_train_samples is -8"),
+    "too many steps": (_counts(iteration=10**30), 5, "iteration is 1e+30"),
+    "contains itself": (_contains_itself, 5, "iteration is -1"),
+    "a flipped bit": (_flipped, 5, "Bad CRC-32"),
+    "a pipe": (_replaced("__0_0.distcp", os.mkfifo), 5, "is not a regular file"),
+    "a device": (_replaced("__0_0.distcp", lambda path: path.symlink_to("/dev/zero")), 5, "is not a regular file"),
+    "a pipe for an index": (_replaced(".metadata", os.mkfifo), 5, "is not a regular file"),
+    "2^40 elements": (_with_key(_doubled(40)), 5, "a tuple of more than 1,048,576 elements"),
+    "100,000 levels": (_with_key(b"K\x01" + b"\x85" * 100_000), 5, "nested more than 32 levels"),
+    "a thousand large keys": (
+        _with_key(_doubled(19) + b"q\xc8" + b"K\x01h\xc8" * 1000), 5, "elements in keys"
+    ),
+    "two million mentions": (_index(_mentions(2_000_000)), 5, "overlap"),
+}  # fmt: skip
 
 
 def _cut(path: Path) -> None:
@@ -222,6 +295,71 @@ def test_chunks_that_leave_gaps_are_refused(exported: Path, tmp_path: Path) -> N
     assert folder.read("decoder.layers.mlp.linear_fc2.weight", 0).isfinite().all()
     with pytest.raises(CheckpointInvalid, match="leave gaps"):
         folder.read("decoder.layers.mlp.linear_fc2.weight", 1)
+
+
+def test_chunks_that_overlap_are_refused(exported: Path, tmp_path: Path) -> None:
+    """Both layers in the first chunk, the second once more: nothing is missing, so what is read would depend on the
+    order of chunks."""
+    shutil.copytree(exported, tmp_path / "in")
+    key = "decoder.layers.mlp.linear_fc2.weight"
+    both = TorchDistFolder(tmp_path / "in", key="DIR").read(key)
+
+    def longer(index: object) -> object:
+        first = vars(index)["state_dict_metadata"][key].chunks[0]
+        content = io.BytesIO()
+        torch.save(both, content)
+        (tmp_path / "in" / "iter_0000004" / "both.distcp").write_bytes(content.getvalue())
+        first.sizes = torch.Size(both.shape)
+        for index_of_chunk, place in vars(index)["storage_data"].items():
+            if index_of_chunk.fqn == key and index_of_chunk.offset == first.offsets:
+                place.relative_path, place.offset, place.length = "both.distcp", 0, len(content.getvalue())
+        return index
+
+    _index(longer)(tmp_path / "in" / "iter_0000004")
+    folder = TorchDistFolder(tmp_path / "in", key="DIR")
+    assert torch.equal(folder.read(key, 0), both[0])
+    for at in (None, 1):
+        with pytest.raises(CheckpointInvalid, match="overlap"):
+            folder.read(key, at)
+
+
+def test_the_state_of_an_engines_optimizer_is_not_taken_for_muons(exported: Path) -> None:
+    """SOAP in Megatron's loop has a momentum under Muon's name too, and more under names of its own."""
+    keys, model = TorchDistFolder(exported, key="DIR").keys, compose_run(QWEN3).config.model
+    assert kind_of_state(keys, model) == "muon"
+    assert kind_of_state([*keys, "optimizer.canzona.decoder.layers.0.q.exp_avg_sq"], model) is None
+
+
+def test_sums_that_were_not_computed_are_not_compared(exported: Path, tmp_path: Path) -> None:
+    shutil.copytree(exported, tmp_path / "in")
+    torch.serialization.set_crc32_options(False)
+    try:
+        _counts()(tmp_path / "in" / "iter_0000004")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert TorchDistFolder(tmp_path / "in", key="DIR").common["iteration"] == STEP
+
+
+def test_masters_are_imported_of_all_parameters_or_of_none(exported: Path, tmp_path: Path) -> None:
+    """One master is missing: with the others' masters, the model would be one that no step has had."""
+    shutil.copytree(exported, tmp_path / "in")
+    key = "optimizer.state.fp32_param.decoder.layers.mlp.linear_fc2.weight"
+    folder = TorchDistFolder(tmp_path / "in", key="DIR")
+    assert key in folder.keys
+
+    def changed(index: object) -> object:
+        del vars(index)["state_dict_metadata"][key]
+        return index
+
+    _index(changed)(tmp_path / "in" / "iter_0000004")
+    said = done("import", tmp_path / "in", "--out", tmp_path / "run")
+    assert "2 of 18 parameters, the first is decoder.layers.0.mlp.linear_fc2.weight" in " ".join(said.split()), said
+    imported = state(tmp_path / "run")
+    for layer in range(2):
+        weight = folder.read("decoder.layers.mlp.linear_fc1.weight", layer).numpy()
+        np.testing.assert_array_equal(imported[f"layers.{layer}.gate/{MASTER}"], weight[:192])
+        master = folder.read("optimizer.state.fp32_param.decoder.layers.mlp.linear_fc1.weight", layer).numpy()
+        assert not np.array_equal(weight, master)
 
 
 def test_a_chunk_in_the_place_of_another_is_refused(exported: Path, tmp_path: Path) -> None:
