@@ -104,7 +104,8 @@ def _resolve(
         reason = "all tasks would train the same run"
         fix = "add --sweep and the values that differ: train.seed=1,2,3,4 --sweep"
         raise ConfigError(Problem(key="--array", value=options.array, reason=reason, fix=fix))
-    return *resolve(_compose_with_options(arguments, options, recipes_dirs)), options
+    config, layout = resolve(_compose_with_options(arguments, options, recipes_dirs))
+    return config, layout, _beside_recipe(config, options)
 
 
 def _print_script(config: "RunConfig", options: "JobOptions", arguments: list[str], *, as_json: bool) -> None:
@@ -123,7 +124,8 @@ def _submit(config: "RunConfig", options: "JobOptions", arguments: list[str], *,
     name = options.job_name or config.name
     file = write_arguments(Path(config.run.root) / "slurm", name, arguments)
     try:
-        job = submit(render(config, options, file), name=name, array=options.array is not None)
+        output = options.directives.get("output")
+        job = submit(render(config, options, file), name=name, array=options.array is not None, output=output)
     except BaseException:
         file.unlink(missing_ok=True)
         raise
@@ -169,7 +171,7 @@ def _resolve_sweep(
 
     check_options(options)
     runs = swept_runs(arguments, recipes_dirs)
-    options = replace(options, array=options.array or f"0-{len(runs) - 1}")
+    options = _beside_recipe(runs[0].config, replace(options, array=options.array or f"0-{len(runs) - 1}"))
     problems = []
     if max(task_indices(options.array or "")) >= len(runs):
         reason = f"the sweep has only tasks 0 to {len(runs) - 1}"
@@ -198,6 +200,28 @@ def _compose_with_options(arguments: list[str], options: "JobOptions", recipes_d
     refuse(problems)
     warn_about(composed)
     return composed.config
+
+
+def _beside_recipe(config: "RunConfig", options: "JobOptions") -> "JobOptions":
+    """Returns the options with those of the recipe, `cluster.sbatch`, where the command line has no other.
+
+    Raises:
+        ConfigError: Slurm would refuse or misread an option of the recipe, or GPUs are asked for in another number than
+            the run needs.
+    """
+    from canzona_cli.launch.slurm_job import gpu_problems, option_problems
+
+    written = config.cluster.sbatch
+    both = options.beside(written)
+    problems = [*option_problems(both), *gpu_problems(config, both)]
+    in_recipe = {directive.partition("=")[2]: directive for directive in written} | {each: each for each in written}
+    refuse(
+        replace(problem, key="cluster.sbatch", value=in_recipe[problem.value])
+        if problem.value in in_recipe
+        else problem
+        for problem in problems
+    )
+    return both
 
 
 def _show_job(job: "SubmittedJob", config: "RunConfig") -> None:

@@ -122,6 +122,8 @@ def _parse_value(key: str, text: str) -> tuple[object] | Problem:
     except HydraException as error:
         if _takes_text(key):
             return (text,)  # a path may contain characters that are special in the grammar, such as parentheses
+        if (words := _plain_words(key, text)) is not None:
+            return (words,)
         if (bare := text.rstrip(",; ")) not in ("", text) and not isinstance(_parse_value(key, bare), Problem):
             return Problem(key, f"ends in {text[len(bare) :]!r}", f"write {key}={bare}", value=text)
         reason = str(error).splitlines()[0].partition(" expecting ")[0].rstrip(".")  # the rest is Hydra's grammar
@@ -133,6 +135,14 @@ def _parse_value(key: str, text: str) -> tuple[object] | Problem:
     if _takes_text(key) and value is not None and not isinstance(value, str | list | dict):
         value = text.strip("'\"")  # for example `cluster.rdzv_id=0042`, a name that looks like a number
     return (value,)
+
+
+def _plain_words(key: str, text: str) -> list[str] | None:
+    """Returns the words of a list such as `[numactl,--membind=0-3,canzona]`, whose options Hydra's grammar does not
+    accept without quotes; None if the setting is not a list, or a word has quotes, brackets or spaces."""
+    if key not in settings() or settings()[key].kind != "list" or re.fullmatch(r"\[[^][{}'\"\s]*\]", text) is None:
+        return None
+    return text[1:-1].split(",")
 
 
 def _takes_text(key: str) -> bool:

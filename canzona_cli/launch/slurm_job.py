@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from canzona_cli.config.recipes import installed_file
@@ -46,14 +46,31 @@ _PATTERNS = {
 }
 
 _CANZONA_OPTIONS = ("job-name", "time", "partition", "account", "qos", "array", "nodes", "cpus-per-task")
+_OF_RECIPES = ("time", "partition", "account", "qos")
+"""The options of `canzona slurm` that `cluster.sbatch` may have too."""
 _MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
+_GPUS = ("gpus-per-node", "gpus-per-task", "gpus", "gres")
+"""The ways to ask for GPUs. One of them may replace canzona's own `--gpus-per-node`, for example to name a type."""
+_GPU_COUNT = re.compile(r"(?:[A-Za-z][\w.-]*:)?(\d+)", re.ASCII)
+_REPLACEABLE = (*_GPUS, *_MEMORY, "output", "signal")
+"""The options that canzona sets, but that may have another value."""
+_SIGNAL = re.compile(r"(?:SIG)?(?:TERM|USR1|USR2)(?:@(\d+))?", re.ASCII)
+"""The signals that a run takes as a request to save and stop. With `B:`, only the batch script would get it."""
+_SLURMS_SIGNAL_S = 60
+"""The seconds before the time limit at which Slurm sends a signal without a time."""
 _SET_BY_CANZONA = (
-    *(*_CANZONA_OPTIONS, *_MEMORY, "time-min", "signal", "requeue", "no-requeue", "exclusive", "oversubscribe"),
+    *(*_CANZONA_OPTIONS, "time-min", "requeue", "no-requeue", "exclusive", "oversubscribe"),
     *("ntasks", "ntasks-per-node", "ntasks-per-core", "ntasks-per-socket", "ntasks-per-gpu", "cpus-per-gpu"),
-    *("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket", "gres", "output", "open-mode", "chdir", "input"),
+    *("gpus-per-socket", "open-mode", "chdir", "input"),
     *("parsable", "wrap", "wait", "test-only", "help", "usage", "version"),
 )
 _LEAVE_OUT = "leave it out: the run's settings and the options of canzona slurm (--help) set it"
+
+
+def _name_and_value(directive: str) -> tuple[str, str]:
+    """Returns `gres` and `gpu:8` for `--gres=gpu:8`."""
+    name, _, value = directive.removeprefix("--").partition("=")
+    return name, value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +88,34 @@ class JobOptions:
     cpus_per_task: int | None = None
     """The number of cores to request on each machine; None requests all of each machine."""
     more: tuple[str, ...] = ()
-    """Further directives in sbatch's notation, such as `--constraint=h100`."""
+    """Further directives in sbatch's notation, such as `--constraint=h100` or `--gres=gpu:h100:8`."""
     requeues: int = 20
     """The number of times that the job may return to the queue; 0 for never."""
     signal_before: int = 180
-    """The seconds before the time limit at which the job is asked to save."""
+    """The seconds before the time limit at which the job is asked to save, unless `more` has a signal."""
+
+    @property
+    def directives(self) -> dict[str, str]:
+        """The values of `more` by option; empty for an option without a value."""
+        return dict(map(_name_and_value, self.more))
+
+    def beside(self, recipes: Sequence[str]) -> "JobOptions":
+        """Returns the options of a job whose recipe has the directives `recipes` (`cluster.sbatch`). Where both
+        have an option, the recipe's is replaced; one way to ask for GPUs replaces all others."""
+        mine, theirs, more = self.directives, dict(map(_name_and_value, recipes)), [*self.more]
+        for directive in recipes:
+            name, value = _name_and_value(directive)
+            asks_for_gpus = name in _GPUS and (name != "gres" or "gpu" in value)
+            if name not in (*_OF_RECIPES, *mine) and not (asks_for_gpus and mine.keys() & {*_GPUS}):
+                more.append(directive)
+        return replace(
+            self,
+            time=self.time or theirs.get("time"),
+            partition=self.partition or theirs.get("partition"),
+            account=self.account or theirs.get("account"),
+            qos=self.qos or theirs.get("qos"),
+            more=tuple(more),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +124,7 @@ class SubmittedJob:
 
     job_id: str
     log: Path
-    """The path of the job's log. For an array, `%a` stands for the task."""
+    """The path of the job's log. For an array, `%a` stands for the task; sbatch's other patterns stay."""
     array: bool = False
 
 
@@ -106,6 +146,43 @@ def check_options(options: JobOptions) -> None:
         ConfigError: lists every option that Slurm would reject or misread.
     """
     refuse(option_problems(options))
+
+
+def gpu_problems(config: RunConfig, options: JobOptions) -> Iterator[Problem]:
+    """Yields a problem for each directive that asks for another number of GPUs than the run has ranks."""
+    nodes, per_node = node_count(config), ranks_per_node(config)
+    asked = {name: counts for name in _GPUS if (counts := _gpus(name, options.directives.get(name, "")))}
+    if len(asked) > 1:
+        reason = f"{' and '.join(f'--{name}' for name in asked)} both ask for GPUs"
+        yield Problem("--sbatch", reason, "keep one of them", value=", ".join(asked))
+    for name, count in asked.items():
+        expected = nodes * per_node if name == "gpus" else per_node
+        given = f"--{name}={options.directives[name]}"
+        if config.cluster.device != "cuda":
+            yield Problem(
+                "--sbatch", f"the run has CPU ranks (cluster={config.cluster.name})", "leave it out", value=given
+            )
+        elif count != expected:
+            where = "in all" if name == "gpus" else "a node"
+            reason = f"asks for {count} GPUs {where}, but the run needs {expected}"
+            yield Problem(
+                "--sbatch", reason, f"--{name}={_with_count(options.directives[name], expected)}", value=given
+            )
+
+
+def _gpus(option: str, value: str) -> int:
+    """Returns the number of GPUs that an option asks for: 8 for `--gres=gpu:h100:8,nvme:1`; 0 if it asks for none."""
+    if option != "gres":
+        match = _GPU_COUNT.fullmatch(value)
+        return int(match[1]) if match else 0
+    resources = (resource.partition(":") for resource in value.split(","))
+    counts = (_GPU_COUNT.fullmatch(count or "1") for name, _, count in resources if name == "gpu")
+    return sum(int(match[1]) if match else 1 for match in counts)
+
+
+def _with_count(value: str, count: int) -> str:
+    """Returns the value of an option for GPUs with another number: `h100:8` for `h100:4`."""
+    return re.sub(r"\d+(?=$|,)", str(count), value, count=1)
 
 
 def render(config: RunConfig, options: JobOptions, arguments: Sequence[str] | Path) -> str:
@@ -131,18 +208,20 @@ def render(config: RunConfig, options: JobOptions, arguments: Sequence[str] | Pa
         "qos": options.qos,
         "array": options.array,
         "signal": f"USR2@{options.signal_before}",
-        "output": "%x-%A_%a.out" if options.array else "%x-%j.out",
+        "output": _log(array=options.array is not None),
     }
     removed = {"requeue"} if options.requeues == 0 else set()
     if options.requeues == 0:
         directives["no-requeue"] = ""
-    if config.cluster.device == "cuda":
+    if config.cluster.device == "cuda" and not any(_gpus(name, options.directives.get(name, "")) for name in _GPUS):
         directives["gpus-per-node"] = str(ranks_per_node(config))
+    if options.directives.keys() & {*_MEMORY}:
+        removed.add("mem")
     if options.cpus_per_task is not None:
         directives["cpus-per-task"] = str(options.cpus_per_task)
         removed |= {"exclusive", "mem"}
     for directive in options.more:
-        option, _, value = directive.removeprefix("--").partition("=")
+        option, value = _name_and_value(directive)
         directives[option] = shlex.quote(value) if value else ""
         removed.discard(option)
     text = _with_directives(template_text(), directives, removed)
@@ -160,6 +239,11 @@ def render(config: RunConfig, options: JobOptions, arguments: Sequence[str] | Pa
         assert text.count(f"\n{line}\n") == 1, line
         text = text.replace(f"\n{line}\n", f"\n{replacement}\n")
     return text
+
+
+def _log(*, array: bool) -> str:
+    """Returns the pattern of the log's name for sbatch."""
+    return "%x-%A_%a.out" if array else "%x-%j.out"
 
 
 _FILLED_IN = """\
@@ -202,8 +286,11 @@ def write_arguments(folder: Path, name: str, arguments: Sequence[str]) -> Path:
     return path
 
 
-def submit(script: str, *, name: str, array: bool) -> SubmittedJob:
+def submit(script: str, *, name: str, array: bool, output: str | None = None) -> SubmittedJob:
     """Submits a rendered script with sbatch.
+
+    Args:
+        output: the pattern of the log's name that the user has set; None for canzona's.
 
     Raises:
         EnvironmentProblem: sbatch is not installed here or does not answer, or Slurm refuses the job.
@@ -219,8 +306,10 @@ def submit(script: str, *, name: str, array: bool) -> SubmittedJob:
         reasons = done.stderr.strip().replace("sbatch: error: ", "").splitlines() or ["no reason given"]
         raise EnvironmentProblem(Problem("sbatch", f"Slurm refused the job: {'; '.join(reasons)}"))
     job_id = done.stdout.strip().partition(";")[0]
-    log = Path.cwd() / f"{name}-{job_id}{'_%a' if array else ''}.out"
-    return SubmittedJob(job_id=job_id, log=log, array=array)
+    log = output or _log(array=array)
+    for pattern, value in (("%x", name), ("%j", job_id), ("%A", job_id)):
+        log = log.replace(pattern, value)
+    return SubmittedJob(job_id=job_id, log=Path.cwd() / log, array=array)
 
 
 def task_indices(array: str) -> set[int]:
@@ -235,7 +324,7 @@ def task_indices(array: str) -> set[int]:
 
 def option_problems(options: JobOptions) -> Iterator[Problem]:
     """Yields a problem for each option that Slurm would reject or misread."""
-    yield from _directive_problems(options.more, shared=options.cpus_per_task is not None)
+    yield from _directive_problems(options.more)
     for field, (pattern, form, example) in _PATTERNS.items():
         value = getattr(options, field)
         if value is not None and re.fullmatch(pattern, value, re.ASCII) is None:
@@ -251,20 +340,21 @@ def option_problems(options: JobOptions) -> Iterator[Problem]:
         if value is not None and not least <= value <= most:
             flag = f"--{field.replace('_', '-')}"
             yield Problem(flag, f"is not between {least} and {most}", value=value)
-    limit = None if options.time is None else _limit_seconds(options.time)
-    if limit is not None and limit <= options.signal_before:
-        reason = f"leaves no time to train: the job is asked to save {options.signal_before} s before the limit"
+    limit, before_s = None if options.time is None else _limit_seconds(options.time), options.signal_before
+    if (signal := options.directives.get("signal")) is not None and (match := _SIGNAL.fullmatch(signal)) is not None:
+        before_s = int(match[1] or _SLURMS_SIGNAL_S)
+    if limit is not None and limit <= before_s:
+        reason = f"leaves no time to train: the job is asked to save {before_s} s before the limit"
         fix = "use a longer --time, or a shorter --signal-before"
         yield Problem("--time", reason, fix, value=options.time)
 
 
-def _directive_problems(directives: Sequence[str], *, shared: bool) -> Iterator[Problem]:
+def _directive_problems(directives: Sequence[str]) -> Iterator[Problem]:
     """Yields a problem for each option that is malformed, given twice, or set by canzona itself. sbatch would
     silently use the last of two equal options.
 
     Args:
         directives: `--constraint=h100`, ...
-        shared: True if the job shares machines with others, so that the user may request memory.
     """
     seen: set[str] = set()
     for directive in directives:
@@ -272,9 +362,15 @@ def _directive_problems(directives: Sequence[str], *, shared: bool) -> Iterator[
         name, value = ("", "") if option is None else (_full_name(option[1]), option[2] or "")
         if not name or not directive.isprintable():
             reason, fix = "is not a single-line long option of sbatch", "for example --sbatch '--constraint=h100'"
-        elif name in _SET_BY_CANZONA and not (shared and name in _MEMORY):
+        elif name in _SET_BY_CANZONA:
             fix_text = f"give it to canzona slurm itself: --{name}{value}" if name in _CANZONA_OPTIONS else _LEAVE_OUT
             reason, fix = "contradicts what canzona sets", fix_text
+        elif name in _REPLACEABLE and not directive.startswith(f"--{name}="):
+            reason, fix = "is abbreviated, or has no value", f"write --{name}{value or '=VALUE'}"
+        elif name == "signal" and not _SIGNAL.fullmatch(value.removeprefix("=")):
+            reason, fix = "is not a signal that makes a run save and stop", "use --signal=USR2@180 (or USR1, TERM)"
+        elif name in _GPUS and name != "gres" and not _GPU_COUNT.fullmatch(value.removeprefix("=")):
+            reason, fix = "is not a number of GPUs", f"use --{name}=8, or with a type --{name}=h100:8"
         elif name in seen:
             reason, fix = "is given twice", "keep one of them"
         else:
@@ -285,9 +381,8 @@ def _directive_problems(directives: Sequence[str], *, shared: bool) -> Iterator[
 
 def _full_name(name: str) -> str:
     """Completes an abbreviated option as sbatch does: `--nod=4` is `--nodes=4`."""
-    if name in _SET_BY_CANZONA:
-        return name
-    return next((option for option in _SET_BY_CANZONA if option.startswith(name)), name)
+    known = (*_SET_BY_CANZONA, *_REPLACEABLE)
+    return name if name in known else next((option for option in known if option.startswith(name)), name)
 
 
 def _limit_seconds(time: str) -> int | None:

@@ -215,3 +215,13 @@ def test_spaces_around_the_sign_are_refused_with_what_to_write() -> None:
     ]
     assert {problem.reason for problem in parsed.problems} == {"is not of the form KEY=VALUE"}
     assert parsed.values == {"gpus": 2}
+
+
+def test_a_list_of_options_needs_no_quotes_inside() -> None:
+    """Hydra's grammar takes no `=` in a list; a command is typed as in a shell."""
+    typed = ["cluster.command=[numactl,--membind=0-3,canzona]", "cluster.sbatch=[--gres=gpu:h100:8,--partition=a]"]
+    parsed = parse_overrides(typed)
+    assert not parsed.problems
+    assert parsed.values["cluster.command"] == ["numactl", "--membind=0-3", "canzona"]
+    assert parsed.values["cluster.sbatch"] == ["--gres=gpu:h100:8", "--partition=a"]
+    assert parse_overrides(["cluster.command=['a b',--c=d]"]).problems, "quotes have to be right"

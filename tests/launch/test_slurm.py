@@ -15,7 +15,15 @@ from canzona_cli.config.settings import settings
 from canzona_cli.errors import ConfigError, EnvironmentProblem
 from canzona_cli.launch import slurm
 from canzona_cli.launch.slurm import SlurmStep, current_step, fill_in_step, first_host
-from canzona_cli.launch.slurm_job import JobOptions, check_options, render, task_indices, template_text, write_arguments
+from canzona_cli.launch.slurm_job import (
+    JobOptions,
+    check_options,
+    gpu_problems,
+    render,
+    task_indices,
+    template_text,
+    write_arguments,
+)
 from tests.faults.support import run_config
 from tests.refusals import refused
 
@@ -180,7 +188,8 @@ def test_further_directives_are_added_as_they_are_and_only_as_one_each() -> None
     [
         *("-C h100", "constraint=h100", "--constraint=a\n#SBATCH --uid=0", "--constraint=", "--Constraint=x"),
         "--a b=c",
-        *("--time=1", "--nodes=4", "--gres=gpu:8", "--signal=TERM@9", "--exclusive", "--output=x", "--nod=4"),
+        *("--time=1", "--nodes=4", "--exclusive", "--nod=4", "--signal=B:USR2@9", "--signal=KILL@9", "--gpus=all"),
+        *("--sig=USR2@9", "--mem"),
     ],
 )
 def test_a_directive_that_is_none_or_contradicts_canzona_is_refused_with_a_way_out(directive: str) -> None:
@@ -193,8 +202,12 @@ def test_a_directive_that_is_none_or_contradicts_canzona_is_refused_with_a_way_o
 
 def test_every_directive_of_canzonas_own_script_is_its_own() -> None:
     options = JobOptions(time="1:00:00", partition="p", account="a", qos="q", array="0-1", requeues=0, cpus_per_task=2)
+    free = ("--gpus-per-node=", "--output=", "--signal=", "--mem=")
     for script in (render(two_nodes(device="cuda"), options, []), template_text()):
         for directive in directives(script):
+            if directive.startswith(free):
+                check_options(JobOptions(more=(directive,)))
+                continue
             with pytest.raises(ConfigError, match="contradicts"):
                 check_options(JobOptions(more=(directive,)))
 
@@ -264,3 +277,60 @@ def test_kept_arguments_are_private_and_read_back_as_they_were(tmp_path: Path) -
     code = f"{line}\nprintf '%s\\0' \"${{overrides[@]}}\""
     said = subprocess.run(["bash", "-c", code], capture_output=True, check=True).stdout
     assert said.decode().split("\0")[:-1] == arguments
+
+
+@pytest.mark.parametrize(
+    ("option", "replaced"),
+    [
+        ("--gres=gpu:h100:2,nvme:1", "--gpus-per-node=2"),
+        ("--gpus=h100:4", "--gpus-per-node=2"),
+        ("--gpus-per-task=2", "--gpus-per-node=2"),
+        ("--gpus-per-node=h100:2", "--gpus-per-node=2"),
+        ("--mem=500G", "--mem=0"),
+        ("--mem-per-gpu=60G", "--mem=0"),
+        ("--output=logs/%x-%j.log", "--output=%x-%j.out"),
+        ("--signal=TERM@300", "--signal=USR2@180"),
+    ],
+)
+def test_a_sites_own_way_to_ask_takes_the_place_of_canzonas(option: str, replaced: str) -> None:
+    config, options = two_nodes(device="cuda"), JobOptions(more=(option,))
+    check_options(options)
+    assert list(gpu_problems(config, options)) == []
+    before, after = (directives(render(config, each, [])) for each in (JobOptions(), options))
+    assert replaced in before
+    assert set(before) - set(after) == {replaced}
+    assert set(after) - set(before) == {option}
+
+
+@pytest.mark.parametrize(
+    ("option", "fix"),
+    [
+        ("--gres=gpu:h100:8", "--gres=gpu:h100:2"),
+        ("--gpus=2", "--gpus=4"),
+        ("--gpus-per-node=a100:1", "--gpus-per-node=a100:2"),
+        ("--gpus-per-task=4", "--gpus-per-task=2"),
+    ],
+)
+def test_gpus_in_another_number_than_ranks_are_refused(option: str, fix: str) -> None:
+    [problem] = gpu_problems(two_nodes(device="cuda"), JobOptions(more=(option,)))
+    assert (problem.value, problem.fix) == (option, fix)
+    [problem] = gpu_problems(two_nodes(device="cpu"), JobOptions(more=(option,)))
+    assert "CPU ranks" in problem.reason
+    both = JobOptions(more=("--gres=gpu:2", "--gpus=4"))
+    assert any("both ask for GPUs" in problem.reason for problem in gpu_problems(two_nodes(device="cuda"), both))
+
+
+def test_a_signal_of_ones_own_sets_the_time_that_is_left_to_save() -> None:
+    check_options(JobOptions(time="4", more=("--signal=USR1@200",)))
+    for signal, time in (("USR1@300", "5"), ("TERM", "1")):
+        with pytest.raises(ConfigError, match="leaves no time"):
+            check_options(JobOptions(time=time, more=(f"--signal={signal}",)))
+
+
+def test_the_command_line_replaces_what_the_recipe_says_of_the_job() -> None:
+    recipe = ("--account=physics", "--time=1:00:00", "--gres=gpu:h100:2", "--reservation=mine", "--constraint=a")
+    assert JobOptions().beside(recipe) == JobOptions(account="physics", time="1:00:00", more=recipe[2:])
+    typed = JobOptions(time="2:00:00", more=("--gpus-per-node=2", "--constraint=b"))
+    assert typed.beside(recipe) == replace(
+        typed, account="physics", more=("--gpus-per-node=2", "--constraint=b", "--reservation=mine")
+    )

@@ -239,6 +239,12 @@ class ClusterConfig(HashedOnce):
         Example('["module load cuda","export NCCL_IB_HCA=mlx5"]'),
         NOTHING,
     ] = ()
+    sbatch: Annotated[
+        tuple[str, ...],
+        "Options of sbatch for every job on this cluster; options of `canzona slurm` replace them.",
+        Example('["--account=physics","--partition=large","--gres=gpu:h100:8"]'),
+        NOTHING,
+    ] = ()
     srun_args: Annotated[
         tuple[str, ...],
         "Additional srun options in a Slurm job, such as a container plugin's.",
