@@ -19,6 +19,7 @@ from canzona_cli.megatron.matrix_buffers import global_parameters
 from canzona_cli.megatron.owner_bucket_group import adamw_groups, gathers_ahead, mark_gathered
 from canzona_cli.megatron.parallel import Wrapped, gather
 from canzona_cli.megatron.timers import PhaseTimer
+from canzona_cli.optimizers.norms import sum_of_squares
 
 
 class NonFiniteGradients(Diverged):
@@ -223,7 +224,7 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
     def _sum_of_squares(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         if not gradients:
             return torch.zeros((), device=self.get_loss_scale().device)
-        return torch.stack(list(torch._foreach_norm(gradients, 2, torch.float32))).square().sum()
+        return sum_of_squares(gradients)
 
     def _gradient_problem(self) -> Problem:
         """Returns a problem that names the first parameter with non-finite gradients, if there is one, and up

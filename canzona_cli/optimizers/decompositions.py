@@ -7,6 +7,8 @@ from typing import Literal
 
 import torch
 
+from .norms import matrix_norm
+
 LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 
 
@@ -252,7 +254,7 @@ def newton_start(factors: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch
     diagonal = m.diagonal(dim1=-2, dim2=-1)
     diagonal.add_(damping(side, eps) * largest)
     # Both norms are upper bounds on the eigenvalues.
-    size = torch.minimum(torch.linalg.matrix_norm(m), torch.linalg.matrix_norm(m, 1))[:, None, None]
+    size = torch.minimum(matrix_norm(m), torch.linalg.matrix_norm(m, 1))[:, None, None]
     zero = size == 0
     m.div_(size.masked_fill_(zero, 1))
     diagonal.add_(zero[:, 0])

@@ -9,6 +9,7 @@ from .decompositions import rounding
 from .eigenbasis import EigenbasisOptimizer
 from .kronecker import LONGEST, Side
 from .matrix_optimizer import matmul_precision
+from .norms import matrix_norm
 
 NO_FACTOR = 0.2
 """The root mean square of the update of a matrix without factors: about that of AdamW's updates
@@ -55,7 +56,7 @@ class KLShampoo(EigenbasisOptimizer):
         """Returns, for each side, the gradient whitened on the other side, and updates the eigenvalues with
         this gradient. Always in fp32."""
         state, sides = self.state[p], self._sides(p)
-        gradient_rms = torch.linalg.vector_norm(grad) / grad.numel() ** 0.5
+        gradient_rms = matrix_norm(grad) / grad.numel() ** 0.5
         # Eigenvalues are 0 at first, and start from the size of the first gradient that is not 0.
         for side in sides:
             values = state[f"eigenvalues_{side}"]
@@ -104,7 +105,7 @@ class KLShampoo(EigenbasisOptimizer):
         direction = self._sandwich(p, "Q_", state["exp_avg"].lerp_(grad, 1 - beta1), transpose="L")
         for side in self._sides(p):
             direction = torch.mul(direction, self._inverse_root(p, side).unsqueeze(1 if side == "L" else 0), out=out)
-        direction_rms = (torch.linalg.vector_norm(direction) / p.numel() ** 0.5).clamp_min_(torch.finfo(p.dtype).tiny)
+        direction_rms = (matrix_norm(direction) / p.numel() ** 0.5).clamp_min_(torch.finfo(p.dtype).tiny)
         if not self._sides(p):
             return torch.mul(direction, NO_FACTOR / direction_rms, out=out)
         step: int = state["step"]

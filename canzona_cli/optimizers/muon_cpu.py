@@ -7,6 +7,7 @@ import torch
 
 from .matrix_optimizer import Workspace
 from .muon_facts import BLOCK, Blend
+from .norms import matrix_norm
 
 SAFE_NORMS = 2.0**-40, 2.0**60
 """The range of norms in which the sum of squares, and the squares of all elements that matter, are normal
@@ -77,7 +78,7 @@ def _scale(target: torch.Tensor, old_norm: float, new_norm: float, out: torch.Te
 def _scale_each(targets: torch.Tensor, out: torch.Tensor, new_norm: float, workspace: Workspace) -> list[float]:
     """Writes small matrices (count, rows, cols) into `out`, each scaled to `new_norm`, and returns their
     norms before scaling."""
-    norms: list[float] = torch.linalg.vector_norm(targets, dim=(1, 2)).tolist()
+    norms: list[float] = matrix_norm(targets).tolist()
     if all(SAFE_NORMS[0] < old_norm < SAFE_NORMS[1] for old_norm in norms):
         inverses = targets.new_tensor([new_norm / old_norm for old_norm in norms]).view(-1, 1, 1)
         out.copy_(torch.mul(targets, inverses, out=workspace.like("muon_block", targets)))
@@ -99,14 +100,14 @@ def move(p: torch.Tensor, x: torch.Tensor, lr: float, weight_decay: float, facto
 
 def _norm(block: torch.Tensor, workspace: Workspace) -> float:
     """Returns the Frobenius norm of a block, without overflow or underflow of the squares."""
-    norm = float(torch.linalg.vector_norm(block))
+    norm = float(matrix_norm(block))
     if SAFE_NORMS[0] < norm < SAFE_NORMS[1]:
         return norm
     largest = float(torch.linalg.vector_norm(block, torch.inf))
     if not largest or not math.isfinite(largest):
         return largest
     exponent = math.frexp(largest)[1]
-    return math.ldexp(float(torch.linalg.vector_norm(_shifted(block, -exponent, workspace))), exponent)
+    return math.ldexp(float(matrix_norm(_shifted(block, -exponent, workspace))), exponent)
 
 
 def _shifted(block: torch.Tensor, exponent: int, workspace: Workspace) -> torch.Tensor:

@@ -22,6 +22,7 @@ from .decompositions import (
 )
 from .facts import RootMethod
 from .kronecker import LONGEST, SIDES, KroneckerOptimizer, KroneckerSettings, Side, Stack, pack, unpack
+from .norms import matrix_norm
 from .shampoo_facts import newton_part, packed_elements
 
 Grafting = Literal["none", "sgd", "adam"]
@@ -184,7 +185,7 @@ class Shampoo(KroneckerOptimizer):
         the bound of Adam's update (Cauchy-Schwarz). With older roots, a singular value can be a thousand
         times as large, in directions that the roots do not include.
         """
-        excess = torch.linalg.vector_norm(direction) / (LONGEST * min(p.shape) ** 0.5)
+        excess = matrix_norm(direction) / (LONGEST * min(p.shape) ** 0.5)
         direction.div_(excess.clamp_min(1))
         self._report_bound(
             p, excess, 1.0, "with outdated roots its update would be {:.3g} times the allowed length; it was bounded"
@@ -205,12 +206,12 @@ class Shampoo(KroneckerOptimizer):
             grafted = torch.div(mean, divisor, out=divisor)
         if not self._sides(p):
             return grafted
-        norm = torch.linalg.vector_norm(grafted)
+        norm = matrix_norm(grafted)
         direction = self._sandwich(p, "root_", mean)
         if self.grafting == "none":
             self._bound(p, direction)
         else:
-            direction.mul_(norm / torch.linalg.vector_norm(direction).clamp_min_(torch.finfo(p.dtype).tiny))
+            direction.mul_(norm / matrix_norm(direction).clamp_min_(torch.finfo(p.dtype).tiny))
         return direction
 
 

@@ -11,6 +11,7 @@ from .kronecker import KroneckerSettings
 from .muon import scale
 from .muon_facts import CoefficientSet, ScaleMode
 from .newton_schulz import newton_schulz
+from .norms import matrix_norm
 from .soap import SOAP
 
 _SMALLEST = 2.0**-149
@@ -66,7 +67,7 @@ class SOAPMuon(SOAP):
         x = self.workspace.get("muon_x", p.shape, self.dtype, p.device)
         # Divided by the largest element first: squares of elements below 1e-19 would be zero in fp32.
         adam.div_(torch.linalg.vector_norm(adam, torch.inf).clamp_min_(_SMALLEST))
-        torch.div(adam, torch.linalg.vector_norm(adam).clamp_min_(1.0), out=x)
+        torch.div(adam, matrix_norm(adam).clamp_min_(1.0), out=x)
         x = newton_schulz(x, self.steps, self.workspace)
         factor = self.scale_factor * scale(p.size(0), p.size(1), self.scale_mode)
         return self.workspace.like("adam", p).copy_(x).mul_(factor)

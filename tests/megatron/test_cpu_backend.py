@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -132,6 +133,14 @@ def _gradient_norm(world: World) -> None:
     assert float(norm) == pytest.approx(5.0)
 
 
+def _norm_of_a_long_gradient(world: World) -> None:
+    from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
+
+    long = torch.randn(20_000_000, generator=torch.Generator().manual_seed(1))
+    norm = get_grad_norm_fp32([long, torch.ones(3)], grad_stats_parallel_group=world.groups.tp)
+    assert float(norm) == pytest.approx(float((np.square(long.numpy(), dtype=np.float64).sum() + 3) ** 0.5), rel=1e-6)
+
+
 def _causal_mask(world: World) -> None:
     from megatron.core.transformer.utils import get_default_causal_mask
 
@@ -182,6 +191,7 @@ CONTRACTS: dict[str, tuple[Contract, Layout]] = {
     "torch.cuda.get_rng_state": (_adding_a_seed_disturbs_nobody, _layout()),
     f"{_RANDOM}._get_cuda_rng_state": (_fork_draws_from_its_own_state, _layout()),
     f"{_RANDOM}._set_cuda_rng_state": (_fork_draws_from_its_own_state, _layout()),
+    "megatron.core.optimizer.clip_grads.l2_norm_impl": (_norm_of_a_long_gradient, _layout()),
     "Tensor.type": (_optimizers_sort_parameters_by_type, _layout()),
     "Tensor.cuda": (_tied_embedding_of_a_pipeline, _layout(pp=2)),
     "torch.tensor": (_loss_scale_of_an_optimizer, _layout()),

@@ -213,6 +213,7 @@ def test_a_gpu_moves_around_the_iteration_what_plans_count(
 def test_orthogonalising_adds_to_soaps_passes_what_plans_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """`Moved` takes a copy to read what it overwrites, 4 bytes."""
     monkeypatch.setattr(soap_muon, "newton_schulz", lambda x, *_: x)
+    monkeypatch.setattr(soap_muon, "matrix_norm", torch.linalg.vector_norm)  # a GPU's
     p, unplanned = torch.nn.Parameter(torch.ones(256, 512)), []
     kinds: dict[UpdateName, type[SOAP]] = {"soap": SOAP, "soap-muon": SOAPMuon}
     for name, kind in kinds.items():
