@@ -53,6 +53,10 @@ class LazyCommands(TyperGroup):
             from canzona_cli.commands.instead import other_command
 
             raise BadUsage(other_command(args, COMMANDS))
+        if args[0] == "plan":
+            from canzona_cli.commands.plan import one_value
+
+            args = [args[0], *one_value(args[1:])]
         ctx.meta[_ARGUMENTS] = args[1:]
         return super().resolve_command(ctx, args)
 

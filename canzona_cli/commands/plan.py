@@ -1,8 +1,10 @@
 """`canzona plan`: assigns matrices to ranks and simulates a step, without torch or a GPU."""
 
+import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -71,11 +73,12 @@ def plan(
         ),
     ] = None,
     from_megatron: Annotated[
-        Path | None,
+        str | None,
         Option(
             metavar="FILE",
             help="Show the optimizer's cost in a Megatron-LM run, next to canzona's plan for the same layout; needs no"
-            " recipe. FILE: a script (it is not run), a command line, or the arguments that Megatron prints.",
+            " recipe. FILE: a log, which has the arguments that Megatron prints, or a command line without shell;"
+            " or, as the last option: --from-megatron -- ARGUMENTS.",
         ),
     ] = None,
     layouts: Annotated[
@@ -180,26 +183,37 @@ def _compose_plannable(overrides: Sequence[str], recipes_dirs: Sequence[Path], *
     return config
 
 
+def one_value(words: Sequence[str]) -> list[str]:
+    """Joins the words after `--from-megatron --` into the value of the option, so that the parser of this command
+    does not read them."""
+    from canzona_cli.config.megatron_arguments import OPTION, TYPED
+
+    place = next((place for place, pair in enumerate(pairwise(words)) if pair == (OPTION, "--")), None)
+    return [*words] if place is None else [*words[: place + 1], TYPED + shlex.join(words[place + 2 :])]
+
+
 def _show_beside_megatron(
-    path: Path, user_overrides: Sequence[str], recipes_dirs: Sequence[Path], *, json: bool, verbose: bool
+    source: str, user_overrides: Sequence[str], recipes_dirs: Sequence[Path], *, json: bool, verbose: bool
 ) -> None:
     """Shows a run of Megatron-LM next to canzona's plan.
 
     Args:
-        path: the file with the run's script, command line or printed arguments.
-        user_overrides: the overrides on the command line, which take precedence over the file.
+        source: the run's log, a file with its command line, or its command line.
+        user_overrides: the overrides on the command line, which take precedence over the run's arguments.
 
     Raises:
-        ConfigError: the file cannot be read or translated, or its arguments are impossible. The problems name
-            the arguments.
+        ConfigError: the source cannot be read or translated, or its arguments are impossible. The problems
+            name the arguments.
     """
     from canzona_cli.cluster.search import candidates, fill
     from canzona_cli.config.compose import compose_run
-    from canzona_cli.config.megatron_translation import read_megatron_run
+    from canzona_cli.config.megatron_translation import PROGRAM, read_megatron_run
+    from canzona_cli.config.overrides import key_of
     from canzona_cli.planner.make import plannable
     from canzona_cli.simulate.beside_megatron import compare_with_megatron
 
-    run = read_megatron_run(path, user_overrides)
+    run = read_megatron_run(source, user_overrides)
+    user_overrides = [override for override in user_overrides if key_of(override) != PROGRAM]
     overrides = [*(f"{key}={value}" for key, value in run.overrides.items()), *user_overrides]
     try:
         composed = compose_run(overrides, recipes_dirs=recipes_dirs, training=False)

@@ -34,6 +34,7 @@ def config_problems(config: RunConfig, *, training: bool = True) -> list[Problem
         *(_engine_problems(config) if training else ()),
         *(_custom_optimizer_problems(config) if training else ()),
         *_data_problems(config),
+        *(_tokenizer_problems(config) if training else ()),
         *_cluster_problems(config),
         *_measurement_problems(config),
         *(_training_problems(config) if training else ()),
@@ -148,7 +149,7 @@ def _custom_optimizer_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _data_problems(config: RunConfig) -> Iterator[Problem]:
-    data, vocabulary = config.data, config.model.vocab_size
+    data = config.data
     if data.source == "prepared":
         if data.path and data.blend:
             reason = f"cannot be combined with data.path={data.path}"
@@ -159,6 +160,11 @@ def _data_problems(config: RunConfig) -> Iterator[Problem]:
         paths = Counter(os.path.abspath(os.path.expanduser(path)) for path in data.blend or {})
         for path in (path for path, times in paths.items() if times > 1):
             yield Problem("data.blend", "is listed twice", "list it once, with the sum of its weights", value=path)
+
+
+def _tokenizer_problems(config: RunConfig) -> Iterator[Problem]:
+    data, vocabulary = config.data, config.model.vocab_size
+    if data.source == "prepared":
         return
     if data.tokenizer == "bpe" and data.tokenizer_vocab_size > vocabulary:
         reason = f"produces token ids beyond the model's vocabulary of {vocabulary}"

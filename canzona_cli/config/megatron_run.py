@@ -23,7 +23,7 @@ class MegatronRun:
     overrides: Mapping[str, str]
     """The overrides for `canzona train`: values by key. The first is `recipe`, unless the user sets it."""
     arguments: Mapping[str, str]
-    """The argument that determines each setting, as written in the file, by the setting's key."""
+    """The argument that determines each setting, as written, by the setting's key."""
     optimizer: Literal["adamw", "muon"]
     distributed: bool
     """True if data-parallel ranks divide the optimizer's work and state."""
@@ -34,14 +34,17 @@ class MegatronRun:
     dispatch_overlap: bool
     """True if transfers of tokens to experts overlap with computation, which canzona does not do."""
     not_understood: tuple[str, ...]
-    """The arguments that canzona does not know or cannot interpret, as written in the file."""
+    """The arguments that canzona does not know, as written."""
+    assumed: tuple[str, ...]
+    """The arguments that a log does not have, although the installed Megatron has them and they have an
+    effect. Their defaults are taken."""
     left_out: tuple[str, ...]
     """The arguments, with their values, that change a step in a way that canzona neither offers nor
     simulates."""
     plans_only: tuple[str, ...]
     """The reasons why canzona cannot train the model; empty if it can."""
     no_effect: tuple[str, ...]
-    """The arguments that have no effect on a plan, as written in the file."""
+    """The arguments that have no effect on a plan, as written."""
 
     def command(
         self, config: RunConfig, user_overrides: Sequence[str], recipes_dirs: Sequence[Path] = ()

@@ -9,16 +9,16 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Final, get_args
 
+from canzona_cli.config.checks import BYTE_TOKENIZER_IDS
 from canzona_cli.config.megatron_arguments import Arguments, default, limited, read_arguments, table
+from canzona_cli.config.megatron_parser import defaults
 from canzona_cli.config.megatron_run import MegatronRun, TpMode
 from canzona_cli.config.overrides import key_of, override_text, text_value
 from canzona_cli.config.reading import read_yaml
 from canzona_cli.config.recipes import builtin_recipes_dir, group_options
 from canzona_cli.config.settings import settings
-from canzona_cli.config.shell_script import unknown
 from canzona_cli.config.stages import count_parts_as_layers
 from canzona_cli.config.unknown_keys import exact_key
 from canzona_cli.errors import ConfigError, Problem, refuse
@@ -34,6 +34,12 @@ _TOKENS: Final = 16384
 set."""
 _DECAYS: Final = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
 _BALANCING: Final = {"seq_aux_loss": "sequence", "global_aux_loss": "global", "none": "none"}
+PROGRAM: Final = "program"
+"""The word that stands for a setting when a user gives the program of a run: `program=gpt`."""
+_ASKED: Final = {"bf16": "train.precision", "global_batch_size": "train.global_batch_size"}
+"""The arguments that a command line must give, although Megatron has defaults, with their settings."""
+_WITH_VOCABULARY: Final = (None, "NullTokenizer", "NullMultimodalTokenizer", "TikTokenizer")
+"""The types of tokenizers whose size `--vocab-size` gives; all others have a size of their own."""
 _INTERLEAVED: Final = ("overlap_p2p_comm", "align_param_gather")
 """The arguments that Megatron switches off unless a stage has several model chunks."""
 _EXCLUDING: Final = (
@@ -47,14 +53,15 @@ _EXCLUDING: Final = (
 """The pairs of arguments that Megatron does not accept together, with the reason."""
 
 
-def read_megatron_run(path: Path, user_values: Sequence[str]) -> MegatronRun:
+def read_megatron_run(source: str, user_values: Sequence[str]) -> MegatronRun:
     """Reads and translates the arguments of a Megatron-LM run.
 
     Args:
-        user_values: the user's overrides, which take precedence over the file.
+        source: a log, a file with a command line, or a command line (see `read_arguments`).
+        user_values: the user's overrides, and `program=gpt`, which take precedence over the source.
 
     Raises:
-        ConfigError: the overrides choose an optimizer other than muon; or the file cannot be read; or
+        ConfigError: the overrides choose an optimizer other than muon; or the source cannot be read; or
             arguments are missing, impossible, or describe a model or an optimizer that canzona cannot plan.
             All problems with the arguments are reported at once.
     """
@@ -63,7 +70,9 @@ def read_megatron_run(path: Path, user_values: Sequence[str]) -> MegatronRun:
         reason = "--from-megatron compares Megatron's optimizers with canzona's Muon"
         fix = "leave it out here, and add it to the command that --from-megatron shows"
         raise ConfigError(Problem("optimizer", reason, fix, value=values["optimizer"]))
-    return translated(read_arguments(path), values)
+    arguments = read_arguments(source)
+    arguments.program = values.pop(PROGRAM, arguments.program)
+    return translated(arguments, values)
 
 
 def translated(arguments: Arguments, user_values: Mapping[str, str]) -> MegatronRun:
@@ -121,6 +130,7 @@ class _Translation:
             tp_overlap=self._on("tp_comm_overlap"),
             dispatch_overlap=self._on("overlap_moe_expert_parallel_comm"),
             not_understood=tuple(dict.fromkeys(self._given.not_understood)),
+            assumed=tuple(self._given.assumed),
             left_out=tuple(self._left_out),
             plans_only=tuple(self._plans_only),
             no_effect=tuple(dict.fromkeys(self._given.no_effect)),
@@ -134,22 +144,33 @@ class _Translation:
     def _check(self) -> None:
         """Reports arguments that are missing, refused or contradictory, and lists the reasons why canzona can
         only plan the model."""
+        if self._given.program != "gpt":
+            reason = "is not known" if self._given.program is None else "is another program than pretrain_gpt.py"
+            fix = f"add {PROGRAM}=gpt to this command if the run trains Megatron's GPTModel"
+            self.problems.append(
+                Problem(PROGRAM, f"{reason}; canzona plans GPT models only", fix, value=self._given.program)
+            )
         for name in _REQUIRED:
             if self._text(name) is None and exact_key(name) not in self._typed:
-                elsewhere = "".join(f"; {path}, which the file sources, is not read" for path in self._given.sourced)
-                fix = f"add it to the file, or {exact_key(name)}=N to this command"
-                self._report(name, f"is missing{elsewhere}", fix)
-        for name, (_, accepted, reason) in limited("refused"):
+                self._report(name, "is missing", f"add it, or {exact_key(name)}=N to this command")
+        for name, key in _ASKED.items():
+            if not self._given.complete and name not in self._given.written and key not in self._typed:
+                value = "bf16 or fp32" if name == "bf16" else "N"
+                self._report(name, "is missing", f"add it, or {key}={value} to this command")
+        for name, given in self._given.values.items():
+            if default(name) in ("true", "false") and given not in ("true", "false", None):
+                self._report(name, "is neither True nor False")
+        for name, accepted, reason in limited("refused"):
             if not self._is_accepted(name, accepted):
-                if name not in self._given.values:
+                if name not in self._given.written:
                     reason += f"; without the flag, Megatron uses {self._text(name)}"
                 self._report(name, reason)
-        for name, (_, accepted, reason) in limited("plans_only"):
+        for name, accepted, reason in limited("plans_only"):
             if not self._is_accepted(name, accepted):
-                remark = "" if name in self._given.values else " (Megatron's default)"
+                remark = "" if name in self._given.written else " (Megatron's default)"
                 self._plans_only.append(f"{self._listed(name)}{remark}: {reason}")
         for name, other, reason in _EXCLUDING:
-            if {name, other} <= self._given.values.keys():
+            if self._text(name) is not None and self._text(other) is not None:
                 self._report(name, f"{reason}, and {self._written(other)} is given too", "keep one of them")
         if self._on("overlap_param_gather") and not self._on("overlap_grad_reduce"):
             self._report("overlap_param_gather", "needs --overlap-grad-reduce", "give both, or none")
@@ -199,12 +220,16 @@ class _Translation:
         self._vocabulary()
 
     def _vocabulary(self) -> None:
-        if self._text("vocab_size") is None and self._text("padded_vocab_size") is None:
-            if self._same_model is None and not {"model.vocab_size", "recipe"} & self._typed.keys():
-                reason = "is missing: the file leaves it to the tokenizer, which is not read"
-                self._report("vocab_size", reason, "add it to the file, or model.vocab_size=N to this command")
+        if padded := self._number("padded_vocab_size", 0):
+            self._set("model.vocab_size", padded, "padded_vocab_size")
             return
-        size = self._number("padded_vocab_size", 0) or self._number("vocab_size", 1)
+        is_given = self._text("vocab_size") is not None and self._given.tokenizer in _WITH_VOCABULARY
+        if not is_given:
+            if not {"model.vocab_size", "recipe"} & self._typed.keys():
+                fix = "add model.vocab_size=N to this command: the padded size, which the run's log has"
+                self._report("padded_vocab_size", "is missing: it depends on the tokenizer, which is not read", fix)
+            return
+        size = self._number("vocab_size", 1)
         multiple = self._number("make_vocab_size_divisible_by", 128) * self._number("tensor_model_parallel_size", 1)
         padded = -(-size // multiple) * multiple if self._on("pad_vocab_size") else size
         self._set("model.vocab_size", padded, "vocab_size")
@@ -212,8 +237,7 @@ class _Translation:
     def _parallel(self) -> None:
         self._gpus = self._number("world_size", 0, key="gpus")
         if not self._gpus:
-            reason = "the file does not contain the number of GPUs"
-            self.problems.append(Problem("gpus", reason, "add gpus=N to this command"))
+            self.problems.append(Problem("gpus", "the number of GPUs is not known", "add gpus=N to this command"))
         self._set("gpus", self._gpus, "world_size")
         if self._given.per_node and (self._given.nodes or 1) > 1:
             self._set("cluster.gpus_per_node", self._given.per_node, "world_size")
@@ -260,12 +284,7 @@ class _Translation:
 
     def _batch(self) -> int:
         """Sets batch size, recomputation, precision and data; returns the number of sequences in a step."""
-        sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-        copy_ranks = 1
-        for name in sizes:
-            copy_ranks *= max(1, self._number(name, 1))
-        default_batch = max(1, self._gpus // copy_ranks) * self._number("micro_batch_size", 1)
-        batch = max(1, self._number("global_batch_size", default_batch))
+        batch = self._number("global_batch_size", 1)
         self._set("train.global_batch_size", batch, "global_batch_size")
         self._set("train.recompute", self._text("recompute_granularity") or "none", "recompute_granularity")
         self._set("train.precision", "bf16" if self._on("bf16") else "fp32", "bf16")
@@ -273,11 +292,11 @@ class _Translation:
             reduced = "bf16" if self._on("grad_reduce_in_bf16") else "fp32"
             self._set("train.grad_reduce_dtype", reduced, "grad_reduce_in_bf16")
         data = self._text("data_path") or ""
-        if len(data.split()) == 1 and unknown(data) is None:
+        if len(data.split()) == 1:
             self._set("data.path", text_value(data), "data_path")
             return batch
         size = self._number("vocab_size", 0) or self._number("padded_vocab_size", _TOKENS)
-        if size < _TOKENS:
+        if BYTE_TOKENIZER_IDS <= size < _TOKENS:
             self._set("data.tokenizer_vocab_size", size)
         return batch
 
@@ -326,10 +345,13 @@ class _Translation:
 
     def _omissions(self) -> None:
         """Lists the arguments for features that canzona neither has nor simulates."""
-        for name, accepted in table()["left_out"].items():
+        entries = table()["left_out"]
+        assert isinstance(entries, Mapping)
+        for name, accepted in entries.items():
             if name in _INTERLEAVED and self._chunks == 1:
                 continue
-            if not self._is_accepted(name, accepted if isinstance(accepted, list) else [accepted]):
+            assert isinstance(accepted, list)
+            if not self._is_accepted(name, [default(name), *accepted]):
                 self._left_out.append(self._listed(name))
 
     def _recipe(self) -> str:
@@ -358,6 +380,8 @@ class _Translation:
     def _is_accepted(self, name: str, accepted: Sequence[object]) -> bool:
         """Returns True if an argument has one of the accepted values; `=NAME` stands for the value of NAME."""
         value = self._text(name)
+        if value is None and name not in self._given.values and name not in defaults():
+            return True  # the run's version of Megatron does not have it
         for entry in accepted:
             text = self._text(entry[1:]) if isinstance(entry, str) and entry[:1] == "=" else _written(entry)
             if value == text or _number(value) == _number(text) is not None:
@@ -367,7 +391,7 @@ class _Translation:
     def _text(self, name: str) -> str | None:
         """Returns the value of an argument, or its default if it is not given; None if it has no default
         either."""
-        return self._given.values.get(name, _written(default(name)))
+        return self._given.text(name)
 
     def _on(self, name: str) -> bool:
         return self._text(name) == "true"
@@ -396,31 +420,25 @@ class _Translation:
             return
         text = _written(value)
         assert text is not None
-        if unknown(text) is not None:
-            self._unusable(name or key, text, key)
-            return
         self._overrides[key] = text
-        if name is not None and name in self._given.values:
+        if name is not None and name in self._given.written:
             self._names[key] = self._given.written[name]
 
     def _unusable(self, name: str, text: str, key: str) -> None:
-        part = unknown(text)
         fix = f"add {key}=VALUE to this command" if key else ""
         kind = "a number" if name == "lr_warmup_fraction" else "a positive whole number"
-        reason = f"is not {kind}" if part is None else "has a value that is not in the file"
-        self._report(name, reason, fix, value=text if part is None else part)
+        self._report(name, f"is not {kind}", fix, value=text)
 
     def _listed(self, name: str) -> str:
-        """Returns an argument and its value, as written in the file."""
+        """Returns an argument and its value, as written."""
         value = self._text(name)
-        return self._written(name) + ("" if value in ("true", None) else f" {unknown(value) or value}")
+        return self._written(name) + ("" if value in ("true", None) else f" {value}")
 
     def _written(self, name: str) -> str:
         return self._given.written.get(name, f"--{name.replace('_', '-')}")
 
     def _report(self, name: str, reason: str, fix: str = "", *, value: str | None = None) -> None:
-        shown = value or self._given.values.get(name)
-        shown = (shown and unknown(shown)) or shown
+        shown = value or (self._given.values[name] if name in self._given.written else None)
         problem = Problem(self._written(name), reason, fix, value=shown)
         if problem not in self.problems:
             self.problems.append(problem)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 LARGEST: Final = 256 << 20
 """The maximum size in bytes of a file that canzona or another program wrote."""
 LARGEST_YAML: Final = 1 << 20
-"""The maximum size in bytes of a YAML file or a Megatron-LM script; a calibrated profile has 50 KiB."""
+"""The maximum size in bytes of a YAML file; a calibrated profile has 50 KiB."""
 DEEPEST: Final = 32
 """The maximum number of nested lists and mappings; a recipe has 4 levels."""
 MOST_VALUES: Final = 100_000

@@ -91,12 +91,16 @@ class BesideMegatronView(Page):
         elif self._in_megatrons_loop:
             yield "canzona", "runs in Megatron's loop through use_in_megatron_lm(), see canzona_cli/library/README.md"
         if run.optimizer == "adamw" and not run.distributed:
-            yield "AdamW", "is simulated with --use-distributed-optimizer, although the file does not set it"
+            yield "AdamW", "is simulated with --use-distributed-optimizer, although the run does not set it"
         if run.optimizer == "muon" and beside.muon.strategy == "sc":
             yield "redundant", "without --use-distributed-optimizer, every rank updates every matrix"
         if run.optimizer == "muon" and beside.layout.tp > 1:
             yield "muon-tp-mode", f"{run.tp_mode}: {_MODES[run.tp_mode]}"
-        for label, arguments in (("not understood", run.not_understood), ("not simulated", run.left_out)):
+        for label, arguments in (
+            ("not understood", run.not_understood),
+            ("not in the log", run.assumed),
+            ("not simulated", run.left_out),
+        ):
             if arguments:
                 yield label, ", ".join(self._first_few(arguments))
         if run.no_effect:

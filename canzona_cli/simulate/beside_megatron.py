@@ -106,6 +106,7 @@ class MegatronComparison:
             "overlaps": list(self.overlaps),
             "overrides": list(self.command),
             "not_understood": list(run.not_understood),
+            "assumed": list(run.assumed),
             "left_out": list(run.left_out),
             "plans_only": list(run.plans_only),
             "no_effect": list(run.no_effect),

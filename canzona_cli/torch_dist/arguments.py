@@ -49,7 +49,7 @@ def arguments_of(config: RunConfig, progress: Progress, *, has_state: bool) -> d
     keys = {name: key for name in names if (key := exact_key(name)) is not None and not key.startswith("parallel.")}
     return {
         **{name: value_of(config, key) for name, key in keys.items()},
-        **{name: accepted[0] for name, (_, accepted, _) in (*limited("refused"), *limited("plans_only"))},
+        **{name: accepted[0] for name, accepted, _ in (*limited("refused"), *limited("plans_only"))},
         **_FIXED,
         "ffn_hidden_size": model.ffn_hidden_size,
         "num_query_groups": model.num_query_groups,

@@ -70,6 +70,8 @@ class Pretrained:
     norms: list[float] = field(default_factory=list)
     weights: dict[str, np.ndarray] = field(default_factory=dict)
     """This rank's fragments, by their names in the whole model."""
+    printed: str = ""
+    """This rank's output."""
 
 
 def pretrain(
@@ -125,6 +127,7 @@ def run(
         losses=seen.losses,
         norms=seen.norms,
         weights={name: param.detach().float().numpy().copy() for name, param in global_parameters(models)},
+        printed=printed.getvalue(),
     )
 
 
@@ -156,7 +159,9 @@ def model_of(
 ) -> GPTModel:
     """Builds a chunk of the model, as Megatron-LM's model providers do."""
     args = training.get_args()
-    spec = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
+    spec = get_gpt_layer_local_spec(
+        num_experts=args.num_experts, qk_layernorm=args.qk_layernorm, normalization=args.normalization
+    )
     model = GPTModel(
         config=core_transformer_config_from_args(args),
         transformer_layer_spec=spec,

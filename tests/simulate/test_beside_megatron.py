@@ -14,16 +14,17 @@ from canzona_cli.simulate.compare import study_run
 SMALL = (
     "torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4 --hidden-size 512 --num-attention-heads 8 --swiglu"
     " --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --attention-dropout 0 --bf16"
-    " --hidden-dropout 0 --vocab-size 20480 --seq-length 256 --micro-batch-size 2 --train-iters 100 --lr 1e-3"
+    " --hidden-dropout 0 --vocab-size 20480 --seq-length 256 --micro-batch-size 2 --global-batch-size 16"
+    " --train-iters 100 --lr 1e-3"
 )
 MUON = "--optimizer muon --use-distributed-optimizer"
 TP = "--tensor-model-parallel-size 4 --sequence-parallel"
 
 
 def beside(tmp_path: Path, flags: str) -> MegatronComparison:
-    path = tmp_path / "train.sh"
+    path = tmp_path / "train.txt"
     path.write_text(f"{SMALL} {flags}")
-    run = read_megatron_run(path, ())
+    run = read_megatron_run(str(path), ())
     config = compose_run([f"{key}={value}" for key, value in run.overrides.items()], training=False).config
     layout = candidates(config)[0].layout
     return compare_with_megatron(run, fill(config, layout), layout, run.command(config, ()))
