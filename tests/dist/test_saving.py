@@ -36,7 +36,7 @@ FIXED = (
     "train.batch_tokens=256",
     f"train.steps={STEPS}",
     "train.eval_interval=2",
-    "train.eval_batches=1",
+    "train.eval_sequences=8",
 )
 DP2 = ("parallel.tp=1", "optimizer=adamw")
 TP2 = ("parallel.tp=2", "optimizer=muon", "engine.strategy=canzona", "checkpoint.every_minutes=null")
