@@ -3,6 +3,7 @@ its sets, and the order of the samples. This module does not import torch."""
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
 from canzona_cli.config.overrides import override_text
@@ -18,7 +19,10 @@ from canzona_cli.data.order import (
     set_positions,
     set_sizes,
 )
+from canzona_cli.data.sidecar import saved_tokenizer_path
+from canzona_cli.data.tokenizers import read_backend
 from canzona_cli.errors import CanzonaError, ConfigError, Problem
+from canzona_cli.huggingface.folder import TOKENIZER
 from canzona_cli.launch.resume import Resumption
 from canzona_cli.run.corpus import DataPlan, PreparedCorpus, PreparedSet, samples_needed
 from canzona_cli.run.words import clean
@@ -36,19 +40,29 @@ def check_tokenizer(saved: DataPlan | None, weights: str, config: RunConfig, cor
 
     Args:
         saved: the data plan of the checkpoint; None if it has none.
-        weights: the name of the checkpoint, for messages.
+        weights: the path of the checkpoint or of a Hugging Face folder. Prepared data is compared with the
+            tokenizer of such a folder.
 
     Raises:
-        ConfigError: it has another tokenizer, so that the same id means other text.
+        ConfigError: the data has another tokenizer, so that the same id means other text.
     """
-    if saved is None or not saved.corpus.tokenizer_sha256 or not corpus.tokenizer_sha256:
+    if not corpus.tokenizer_sha256:
         return
-    if saved.corpus.tokenizer_sha256 == corpus.tokenizer_sha256 and saved.corpus.eod == corpus.eod:
+    if saved is not None and saved.corpus.tokenizer_sha256:
+        same = saved.corpus.tokenizer_sha256 == corpus.tokenizer_sha256 and saved.corpus.eod == corpus.eod
+        theirs = _tokenizer(saved.corpus)
+    elif config.data.source == "prepared" and (file := Path(weights) / TOKENIZER).is_file():
+        ours = saved_tokenizer_path(corpus.prefix)
+        same = ours.is_file() and read_backend(ours).get_vocab() == read_backend(file).get_vocab()
+        theirs = str(file)
+    else:
+        return
+    if same:
         return
     stdlib = config.data.source == "stdlib"
     key = "data.tokenizer" if stdlib else "data.blend" if config.data.blend else "data.path"
     value = config.data.tokenizer if stdlib else ", ".join(str(part.prefix) for part in corpus.sets)
-    reason = f"its tokenizer is {_tokenizer(corpus)}, but {weights} was trained on ids of {_tokenizer(saved.corpus)}"
+    reason = f"its tokenizer is {_tokenizer(corpus)}, but {weights} was trained on ids of {theirs}"
     fix = "use data with that tokenizer (canzona data prepare ... --tokenizer FILE), or start without these weights"
     raise ConfigError(Problem(key, f"{reason}: the same id means other text", fix, value=value))
 

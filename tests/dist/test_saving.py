@@ -118,7 +118,8 @@ def _end(trainee: Trainee, files: RunFiles, run: Run, folder: Path) -> Ending:
     )
     samples.batch = layout.global_batch_size
     record.preempted = asked
-    held_out = ValidationSet(name="random", share=1.0, samples=samples_of(config, layout.global_batch_size))
+    batch = layout.global_batch_size
+    held_out = ValidationSet(name="random", share=1.0, samples=samples_of(config, batch), count=batch)
     clock = run.clock
     now = time.monotonic if clock is None else lambda: clock(number, begun[0])
     saver = Saver(trainee, files, journal, texts=TEXTS, clock=now)
