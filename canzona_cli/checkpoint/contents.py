@@ -37,6 +37,8 @@ from canzona_cli.model.families import EMBEDDING, OUTPUT, family_of
 from canzona_cli.model.geometry import whole_shape
 from canzona_cli.optimizers.facts import MOMENTS, MOMENTUM
 from canzona_cli.optimizers.muon_facts import DISTRUSTED, STANDARD_STEPS
+from canzona_cli.run.codec import load
+from canzona_cli.run.corpus import DATA_FILE, DataPlan
 
 MASTER: Final = "master"
 """The field with the fp32 weights."""
@@ -228,6 +230,21 @@ def saved_run(checkpoint: Path) -> tuple[Manifest, RunConfig]:
     mismatches += content_problems(checkpoint, manifest, config.model)
     refuse(limit_problems(mismatches), CheckpointInvalid)
     return manifest, config
+
+
+def saved_data(checkpoint: Path, manifest: Manifest) -> DataPlan | None:
+    """Reads the data plan of a checkpoint; returns None if it has none, because an older canzona saved it or
+    its weights were imported.
+
+    Raises:
+        CheckpointInvalid: the file is missing or damaged.
+    """
+    if (entry := manifest.files.get(DATA_FILE)) is None:
+        return None
+    if (problem := verify_file(checkpoint, DATA_FILE, entry)) is not None:
+        raise CheckpointInvalid(problem)
+    with as_checkpoint_errors(checkpoint):
+        return load(checkpoint / DATA_FILE, DataPlan, key=DATA_FILE, fix="")
 
 
 @contextmanager

@@ -99,6 +99,10 @@ class Progress:
     losses: LossMemory = LossMemory()
 
 
+BEGINNING: Final = Progress(step=0, samples=0, tokens=0)
+"""The progress of a run before its first step."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StoredFile:
     """The size and the hash of a checkpoint's file."""

@@ -27,8 +27,8 @@ def eval(
         str | None,
         Option(
             metavar="N|all",
-            help="Global batches to evaluate; all: as many as there are without repeating a sample. "
-            "[default: train.eval_batches]",
+            help="Global batches to evaluate, at most all sequences once; all: all sequences. "
+            "[default: train.eval_sequences sequences]",
         ),
     ] = None,
     out: JsonFile = None,

@@ -1,7 +1,7 @@
 """`canzona resume`: continues a run with the settings in its directory."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 from typer import Argument, Option
 
@@ -9,6 +9,14 @@ from canzona_cli.commands.output import AsJson, RecipesDirs, key_values
 from canzona_cli.config.overrides import key_of, text_value
 from canzona_cli.config.recipes import WRITTEN
 from canzona_cli.errors import Problem, refuse
+
+_KEPT = "a resumed run keeps its directory and its settings"
+_FIXED: Final = {
+    "recipe": _KEPT,
+    "run.dir": _KEPT,
+    "checkpoint.weights_from": "a resumed run continues from its own checkpoint, so other weights would not be used",
+}
+"""The settings that cannot change when a run is resumed, with the reasons."""
 
 
 def resume(
@@ -42,10 +50,11 @@ def resume(
         reason = not_a_run if run_dir.is_dir() else "there is no such directory"
         problems.append(Problem(key="RUN", value=run_dir, reason=reason, fix=suggest_run_dir(run_dir)))
     for override in overrides or ():
-        if key_of(override) in ("recipe", "run.dir"):
-            fix = "leave it out, or write canzona train"
-            reason = "a resumed run keeps its directory and its settings"
-            problems.append(Problem(key=key_of(override), value=override.partition("=")[2], reason=reason, fix=fix))
+        if (key := key_of(override)) in _FIXED:
+            value = override.partition("=")[2]
+            problems.append(
+                Problem(key=key, value=value, reason=_FIXED[key], fix="leave it out, or write canzona train")
+            )
     refuse(problems)
     arguments = [f"run.dir={text_value(str(run_dir))}", *(overrides or ())]
     # A run that resumed from a named step has newer checkpoints by now.

@@ -29,7 +29,8 @@ from canzona_cli.launch.machines import Machines
 from canzona_cli.launch.outcome import Outcome
 from canzona_cli.launch.processes import run_trackers
 from canzona_cli.launch.restarts import Restarts, resume_command, run_with_restarts
-from canzona_cli.launch.resume import Resumption, choose_resumption, data_order_warning
+from canzona_cli.launch.resume import Resumption, choose_resumption
+from canzona_cli.launch.resumed_data import check_tokenizer, data_changes
 from canzona_cli.launch.run_dir import RunDirectory, check_free, predict_here
 from canzona_cli.launch.slurm import current_step, fill_in_step
 from canzona_cli.launch.stop import Preempted, Requests, early_stop_outcome
@@ -162,16 +163,14 @@ def _show_dry_run(job: _Job, *, as_json: bool, show_config: bool) -> None:
     if checkpoint is not None:
         progress(f"note: without --dry-run, the run would {checkpoint.words}")
         _print_differences(checkpoint)
-        _warn_about_data_order(checkpoint, config, layout, corpus or _earlier_corpus(config))
+        known = corpus or _earlier_corpus(config)
+        warn([] if known is None else data_changes(checkpoint, config, layout, known))
 
 
-def _warn_about_data_order(
-    checkpoint: Resumption, config: RunConfig, layout: Layout, corpus: PreparedCorpus | None
-) -> None:
-    """Prints a warning if the resumed run reads its data in another order than the saved run."""
-    warning = None if corpus is None else data_order_warning(checkpoint, config, layout, corpus)
-    if warning is not None:
-        warn([warning])
+def _check_tokenizer(checkpoint: Resumption | None, config: RunConfig, corpus: PreparedCorpus | None) -> None:
+    """Refuses data with another tokenizer than that of the checkpoint, before anything is written."""
+    if checkpoint is not None and corpus is not None:
+        check_tokenizer(checkpoint.data, checkpoint.origin, config, corpus)
 
 
 def _earlier_corpus(config: RunConfig) -> PreparedCorpus | None:
@@ -184,11 +183,14 @@ def _prepare_only(job: _Job, *, as_json: bool, show_config: bool) -> None:
     them."""
     config, layout = job.config, job.layout
     check_free(config, resumes=True)
-    choose_resumption(config, layout)
+    checkpoint = choose_resumption(config, layout)
     corpus = ensure_corpus(config, announce)
+    _check_tokenizer(checkpoint, config, corpus)
     run = RunDirectory.create(config, resumes=True)
     _import_weights(config, run)
-    _print_resumption(run, run.resume(config, layout))
+    checkpoint = run.resume(config, layout)
+    _print_resumption(run, checkpoint)
+    warn([] if checkpoint is None else data_changes(checkpoint, config, layout, corpus))
     job.write_inputs(run, corpus)
     warn(data_warnings(config, layout, corpus))
     _show_start(job, corpus, run.path, as_json=as_json, show_config=show_config, prepared=True)
@@ -230,11 +232,12 @@ def _launch(
             run.
     """
     config, layout, node_rank = job.config, job.layout, job.node_rank
-    _check_before_launch(job)
+    checkpoint = _check_before_launch(job)
     console.quiet = node_rank > 0  # node 0 shows the run; all nodes often write to the same file
     first_view = make_view(config, layout, console, short=job.quiet_name)
     with _show_progress(first_view, requests) as on_progress:
         corpus = ensure_corpus(config, on_progress)
+        _check_tokenizer(checkpoint, config, corpus)
         if node_rank == 0:
             run = RunDirectory.create(config, resumes=True)
             _import_weights(config, run)
@@ -283,13 +286,15 @@ def _launch(
         return run_with_restarts(attempt, restarts, run.files, requests, node_rank=node_rank, say=tell), run
 
 
-def _check_before_launch(job: _Job) -> None:
-    """Checks that a run can start here, before anything is written."""
+def _check_before_launch(job: _Job) -> Resumption | None:
+    """Checks that a run can start here, before anything is written. Returns the checkpoint that node 0 would
+    resume from; None without one, and on other nodes."""
     preflight.check_machine(job.config, job.layout)
     preflight.check_nodes(job.config)
     if job.node_rank == 0:
         check_free(job.config, resumes=True)
-        choose_resumption(job.config, job.layout)
+        return choose_resumption(job.config, job.layout)
+    return None
 
 
 @contextmanager
@@ -354,7 +359,7 @@ def _prepare_attempt(
         checkpoint = run.resume(config, job.layout)
         _print_resumption(run, checkpoint)
         if checkpoint is not None:
-            _warn_about_data_order(checkpoint, config, job.layout, corpus)
+            warn(data_changes(checkpoint, config, job.layout, corpus))
     return machines, torchrun.build(config, run.path)
 
 

@@ -38,6 +38,7 @@ def validate(
     from canzona_cli.config.compose import compose_run
     from canzona_cli.costs.sharing import mode_warnings
     from canzona_cli.launch.resume import choose_resumption
+    from canzona_cli.launch.resumed_data import check_tokenizer
     from canzona_cli.planner.plan_file import obtain_plan
     from canzona_cli.report.header import header_rows
     from canzona_cli.report.page import labelled_rows
@@ -51,7 +52,9 @@ def validate(
         tell_batch(composed.config, layout)
         plan = obtain_plan(config, layout)
         corpus = check_inputs(config, layout)
-        choose_resumption(config, layout)
+        checkpoint = choose_resumption(config, layout)
+        if checkpoint is not None and corpus is not None:
+            check_tokenizer(checkpoint.data, checkpoint.origin, config, corpus)
     except CanzonaError as error:
         if not as_json:
             raise

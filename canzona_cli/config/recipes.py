@@ -110,6 +110,12 @@ def find_option(group: str, choice: str, dirs: Sequence[Path]) -> Path:
     return path.resolve()
 
 
+def is_of_run(file: Path) -> bool:
+    """Returns True if a file is the resolved configuration of a run or of a checkpoint, which lies beside the
+    layout that was chosen for it."""
+    return file.name == WRITTEN and (file.parent / "layout.json").is_file()
+
+
 def find_options(chosen: Mapping[str, str], dirs: Sequence[Path], problems: list[Problem]) -> dict[str, Path]:
     """Returns the files of the chosen options by group.
 

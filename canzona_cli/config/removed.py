@@ -13,6 +13,7 @@ REMOVED_SETTINGS: Mapping[str, str] = {
     "checkpoint.failure_hours": (
         "use checkpoint.every_minutes; a good value is sqrt(2 x seconds a save stalls x hours between failures)"
     ),
+    "train.eval_batches": "use train.eval_sequences: the number of sequences, whatever the batch",
     "run.log_interval": "leave it out: metrics.jsonl has a line for every step",
 }
 """The fix for each removed setting, by dotted key. None of these settings affected training."""
@@ -43,6 +44,10 @@ def bring_up_to_date(tree: dict[str, object]) -> None:
     Args:
         tree: sections and settings, changed in place.
     """
+    train, _ = _section_of(tree, "train.eval_batches")
+    batches, batch = train.get("eval_batches"), train.get("global_batch_size")
+    if isinstance(batches, int) and isinstance(batch, int):
+        train.setdefault("eval_sequences", batches * batch)
     for key in REMOVED_SETTINGS:
         section, name = _section_of(tree, key)
         section.pop(name, None)

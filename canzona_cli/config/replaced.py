@@ -95,12 +95,13 @@ def _choose_source(tree: Mapping[str, object], parsed: Overrides) -> None:
 
 
 def choose_again(tree: dict[str, object], stored: Mapping[str, object], parsed: Overrides) -> None:
-    """Drops stored values that were derived from settings that the command line changes: the layout if it
-    sets GPUs or a cluster, and the schedule if it sets the number of steps.
+    """Drops values of a run's `config.yaml` that were derived from settings that the command line changes: the
+    layout if it sets GPUs or a cluster, the schedule if it sets the number of steps, and the batch if it sets
+    the sequence length.
 
     Args:
         tree: the stored values, overridden by the command line's; changed in place.
-        stored: the values stored in the run directory.
+        stored: the values stored in the run directory or the checkpoint.
     """
     if "gpus" in parsed.values or "cluster" in parsed.groups:
         for key in CHOSEN:
@@ -110,6 +111,32 @@ def choose_again(tree: dict[str, object], stored: Mapping[str, object], parsed: 
                 values[name] = None
     if "train.steps" in parsed.values and not any(key.startswith("schedule.") for key in parsed.values):
         _choose_schedule(tree, stored)
+    if "train.seq_length" in parsed.values and not {"train.batch_tokens", "train.global_batch_size"} & {*parsed.values}:
+        _choose_batch(tree, stored, parsed)
+
+
+def _choose_batch(tree: Mapping[str, object], stored: Mapping[str, object], parsed: Overrides) -> None:
+    """Sets the batch and the micro-batch to null if the stored batch has exactly the tokens of
+    `batch_tokens`, from which it was derived."""
+    train, before = tree.get("train"), stored.get("train")
+    if not isinstance(train, dict) or not isinstance(before, Mapping):
+        return
+    batch, length = before.get("global_batch_size"), before.get("seq_length")
+    if isinstance(batch, int) and isinstance(length, int) and batch * length == before.get("batch_tokens"):
+        for name in ("global_batch_size", "micro_batch_size"):
+            if f"train.{name}" not in parsed.values:
+                train[name] = None
+
+
+def rate_warnings(stored: Mapping[str, object], parsed: Overrides) -> Iterator[str]:
+    """Yields a warning if the command line changes the optimizer of a run's `config.yaml` but not the
+    learning rate, which was resolved for the stored optimizer."""
+    before, chosen = stored.get("optimizer"), parsed.groups.get("optimizer")
+    if chosen is None or "optimizer.lr" in parsed.values or not isinstance(before, Mapping):
+        return
+    if chosen != before.get("name"):
+        rate = f"optimizer.lr={before.get('lr')}"
+        yield f"{rate} was chosen for {before.get('name')}, the optimizer of that run: set optimizer.lr for {chosen}"
 
 
 def _choose_schedule(tree: dict[str, object], stored: Mapping[str, object]) -> None:

@@ -61,9 +61,9 @@ _FOLDERS = ("run.dir", "run.root")
 
 def is_secret_name(name: str) -> bool:
     """Returns True if a name probably belongs to a secret: `HF_TOKEN`, `apiKey`, `options.password`; not
-    `tokenizer`."""
+    `tokenizer`, nor `experts_per_token`, in which a token is a unit."""
     words = [word.lower() for word in _WORD.findall(name)]
-    if not words or words[-1] in _HARMLESS_ENDINGS:
+    if not words or words[-1] in _HARMLESS_ENDINGS or words[-2:] == ["per", "token"]:
         return False
     keyed = any(kind in _KEY_KINDS and word == "key" for kind, word in pairwise(words))
     return words == ["key"] or keyed or bool(_SECRET_WORDS & set(words))

@@ -44,7 +44,6 @@ _NAMES: Final[Mapping[str, str]] = {
         "eval_steps eval_every eval_freq val_check_interval val_every val_interval val_steps val_freq "
         "validation_every validation_interval validation_steps validation_freq"
     ),
-    "train.eval_batches": "eval_iters limit_val_batches val_iters val_batches validation_batches",
     "name": "run_name experiment_name",
     "optimizer": "optim optimizer_type",
     "optimizer.momentum": "muon_momentum",
@@ -117,6 +116,10 @@ _OTHERWISE: Final[Mapping[str, tuple[str, str]]] = {
     "tensorboard wandb mlflow": ("trackers are listed in one setting", "write run.trackers=[{}]"),
     "comet neptune aim": ("canzona does not support this tracker", "write run.trackers=[tensorboard]"),
     "epoch epochs": ("the length of a run is its number of steps", "write train.steps=N"),
+    "eval_iters limit_val_batches val_iters val_batches validation_batches": (
+        "a validation is a number of sequences, whatever the batch",
+        "set train.eval_sequences=N",
+    ),
     "warmup_ratio lr_warmup_fraction": ("the warm-up is a number of steps", "write schedule.warmup_steps=N"),
     "untie_embeddings_and_output_weights": ("has the opposite meaning here", "write model.tied_embeddings=false"),
     "split": ("validation data are set as a share of the data", "write data.validation_fraction=0.01"),

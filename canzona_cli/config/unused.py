@@ -31,7 +31,7 @@ _HARMLESS = {("train.grad_reduce_dtype", "fp32"), ("optimizer.clip", "none"), ("
 _IGNORED = (
     ("train.sample_prompt", "train.sample_every"),
     ("train.sample_tokens", "train.sample_every"),
-    ("train.eval_batches", "train.eval_interval"),
+    ("train.eval_sequences", "train.eval_interval"),
 )
 """Pairs of settings: the first has no effect if the second is 0."""
 _FIXED = (

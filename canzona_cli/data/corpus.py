@@ -31,6 +31,8 @@ from canzona_cli.errors import CanzonaError, ConfigError, Problem, collect_probl
 from canzona_cli.run.corpus import PreparedCorpus, PreparedSet
 from canzona_cli.run.files import write_text_atomic
 
+NO_VALIDATION = "train.eval_interval=0 data.validation_fraction=0"
+"""The settings of a run that holds no documents out."""
 _PREPARE = "prepare the text with canzona data prepare, which keeps the tokenizer beside the tokens"
 ReportProgress = Callable[[str, float], None]
 
@@ -60,7 +62,6 @@ def ensure_corpus(config: RunConfig, on_progress: ReportProgress | None = None) 
     """
     report = on_progress or (lambda what, share: None)
     data = config.data
-    held_out_share = _held_out_share(config)
     pairs: list[tuple[PairInfo, Sidecar | None]]
     if data.source == "stdlib":
         weights, pairs = {"stdlib": 1.0}, [_stdlib_pair(config, report)]
@@ -70,7 +71,7 @@ def ensure_corpus(config: RunConfig, on_progress: ReportProgress | None = None) 
     largest = [sidecar.max_token_id if sidecar else _largest_token_id(pair, config, report) for pair, sidecar in pairs]
     sets = []
     for name, weight, (pair, _) in zip(_set_names([*weights]), weights.values(), pairs, strict=True):
-        train_tokens, validation_tokens = pair.split_tokens(held_out_share)
+        train_tokens, validation_tokens = pair.split_tokens(data.validation_fraction)
         sets.append(
             PreparedSet(
                 name=name,
@@ -80,6 +81,7 @@ def ensure_corpus(config: RunConfig, on_progress: ReportProgress | None = None) 
                 documents=pair.documents,
                 train_tokens=train_tokens,
                 validation_tokens=validation_tokens,
+                fingerprint=pair.fingerprint(),
             )
         )
     first_sidecar = pairs[0][1]
@@ -89,8 +91,9 @@ def ensure_corpus(config: RunConfig, on_progress: ReportProgress | None = None) 
         vocab_size=first_sidecar.vocab_size if first_sidecar else max(largest) + 1,
         max_token_id=max(largest),
         eod=first_sidecar.eod if first_sidecar else None,
+        tokenizer_sha256=(first_sidecar.tokenizer_sha256 or first_sidecar.tokenizer) if first_sidecar else "",
     )
-    problems = [*_disagreements(pairs), *_vocabulary_problems(config, corpus)]
+    problems = [*_disagreements(pairs), *_repetitions(corpus), *_vocabulary_problems(config, corpus)]
     for part, (pair, _) in zip(corpus.sets, pairs, strict=True):
         problems += _length_problems(config, pair, part, blended=len(pairs) > 1)
     problems += _sample_problems(config, corpus)
@@ -199,6 +202,17 @@ def _disagreements(pairs: Sequence[tuple[PairInfo, Sidecar | None]]) -> Iterator
         saved = saved_tokenizer_path(first.prefix)
         fix = f"canzona data prepare ... --tokenizer {saved if saved.exists() else 'byte'}, the same for all sets"
         yield Problem("data.blend", reason, fix, value=str(pair.prefix))
+
+
+def _repetitions(corpus: PreparedCorpus) -> Iterator[Problem]:
+    """Yields a problem for every set with the same contents as an earlier set of the blend, because these
+    would be read more often than the weights say."""
+    first_with: dict[str, PreparedSet] = {}
+    for part in corpus.sets:
+        first = first_with.setdefault(part.fingerprint, part)
+        if first is not part:
+            reason = f"has the same contents as {first.prefix}, so its samples would be read twice"
+            yield Problem("data.blend", reason, "list it once, with the sum of both weights", value=str(part.prefix))
 
 
 def _tokenizer_words(sidecar: Sidecar | None) -> str:
@@ -332,11 +346,6 @@ def padded_vocab_size(least: int) -> int:
     return -(-least // 128) * 128
 
 
-def _held_out_share(config: RunConfig) -> float:
-    validates = config.train.eval_interval > 0 and config.train.eval_batches > 0
-    return config.data.validation_fraction if validates else 0.0
-
-
 def _length_problems(config: RunConfig, pair: PairInfo, part: PreparedSet, *, blended: bool) -> Iterator[Problem]:
     """Yields a problem if the training or validation split of a set has too few tokens for one sample.
 
@@ -348,7 +357,7 @@ def _length_problems(config: RunConfig, pair: PairInfo, part: PreparedSet, *, bl
         reason = f"{data} has only {part.tokens:,} tokens, less than one sample"
         fix = "prepare more text, or use a shorter train.seq_length"
         yield problem_with(config, "train.seq_length", reason, fix)
-    elif part.train_tokens < needed or (_held_out_share(config) > 0 and part.validation_tokens < needed):
+    elif part.train_tokens < needed or (config.train.eval_interval > 0 and part.validation_tokens < needed):
         split, available = "training", part.train_tokens
         if available >= needed:
             split, available = "validation", part.validation_tokens
@@ -383,5 +392,5 @@ def usable_fraction(pair: PairInfo, needed: int, *, at_least: float = 0.01) -> f
 def _better_fraction(pair: PairInfo, needed: int) -> str:
     share = usable_fraction(pair, needed)
     if share is None:
-        return "train.eval_interval=0 (no validation), or more documents (canzona data prepare --document line)"
-    return f"data.validation_fraction={share:g}, or train.eval_interval=0 (no validation)"
+        return f"{NO_VALIDATION} (no validation), or more documents (canzona data prepare --document line)"
+    return f"data.validation_fraction={share:g}, or {NO_VALIDATION} (no validation)"

@@ -6,6 +6,7 @@ sequences, u64 number of document indices, then the i32 lengths of all sequences
 the i64 document indices: 0, and for each document the number of sequences up to its end.
 """
 
+import hashlib
 import os
 import shlex
 import shutil
@@ -32,6 +33,8 @@ _HEADER = struct.Struct("<9sQBQQ")
 _DTYPE_CODES: dict[int, str] = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 
 _SCAN_TOKENS = 16 << 20
+_HASHED_BLOCK = 64 << 10
+_HASHED_BLOCKS = 1024
 _PREPARE_AGAIN = "prepare it again with canzona data prepare ... --overwrite"
 
 
@@ -265,15 +268,31 @@ class PairInfo:
                 on_progress(min(1.0, (start + _SCAN_TOKENS) / self.tokens))
         return largest
 
+    def fingerprint(self) -> str:
+        """Returns a hash of the .idx and of the token ids: all of them up to 64 MiB, and 1,024 evenly spaced
+        blocks of 64 KiB of a longer .bin, so that the hash of any data is computed in a moment."""
+        digest = hashlib.sha256(np.memmap(idx_path(self.prefix), dtype=np.uint8, mode="r"))
+        size = bin_path(self.prefix).stat().st_size
+        if size == 0:
+            return digest.hexdigest()
+        ids = np.memmap(bin_path(self.prefix), dtype=np.uint8, mode="r")
+        distance = max(_HASHED_BLOCK, (size - _HASHED_BLOCK) // (_HASHED_BLOCKS - 1))
+        for start in range(0, size, distance):
+            digest.update(ids[start : start + _HASHED_BLOCK])
+        return digest.hexdigest()
+
     def split_tokens(self, validation_fraction: float) -> tuple[int, int]:
-        """Returns the number of tokens for training and the number for validation.
+        """Returns the number of tokens for training and the number for validation."""
+        held_out = int(self.lengths[self.split_at(validation_fraction) :].sum(dtype=np.int64))
+        return self.tokens - held_out, held_out
+
+    def split_at(self, validation_fraction: float) -> int:
+        """Returns the number of sequences for training.
 
         Megatron holds out complete sequences from the end, and rounds the number of the others to the nearest
         integer (`BlendedMegatronDatasetBuilder`). With few long sequences a split may therefore be empty.
         """
-        cut = round((1.0 - validation_fraction) * float(self.sequences))
-        held_out = int(self.lengths[cut:].sum(dtype=np.int64))
-        return self.tokens - held_out, held_out
+        return round((1.0 - validation_fraction) * float(self.sequences))
 
 
 def inspect_pair(prefix: Path) -> PairInfo:

@@ -20,7 +20,7 @@ from canzona_cli.data.build import (
     disk_problem,
     pair_files,
 )
-from canzona_cli.data.corpus import padded_vocab_size, usable_fraction
+from canzona_cli.data.corpus import NO_VALIDATION, padded_vocab_size, usable_fraction
 from canzona_cli.data.indexed import inspect_pair
 from canzona_cli.data.locks import Busy, exclusive_lock, lock_path
 from canzona_cli.data.reading import package_problem
@@ -89,7 +89,7 @@ def train_command(built: BuiltPair) -> str:
     # With few documents the default share may hold out too few tokens, and the run would be refused.
     share = usable_fraction(inspect_pair(built.prefix), seq_length + 1, at_least=_DEFAULT_FRACTION)
     if share is None:
-        words.append("train.eval_interval=0")
+        words += NO_VALIDATION.split()
     elif share != _DEFAULT_FRACTION:
         words.append(f"data.validation_fraction={share:g}")
     return shlex.join(words)

@@ -6,20 +6,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from canzona_cli.checkpoint.contents import saved_run
+from canzona_cli.checkpoint.contents import saved_data, saved_run
 from canzona_cli.checkpoint.store import StoredCheckpoint
 from canzona_cli.cluster.gpus import with_layers_here
 from canzona_cli.cluster.search import candidates, fill
 from canzona_cli.config.changes import shape_problems
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.overrides import key_of, text_value
-from canzona_cli.config.replaced import CHOSEN
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.settings import problem_with
 from canzona_cli.costs.memory import GIB
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.errors import CheckpointInvalid, ConfigError, DoesNotFit, Problem, refuse
 from canzona_cli.launch import preflight, torchrun
+from canzona_cli.launch.resumed_data import check_tokenizer
 from canzona_cli.launch.supervisor import run_ranks
 from canzona_cli.launch.view import TrainView
 from canzona_cli.run.codec import save
@@ -65,8 +65,8 @@ def prepare(
     Args:
         overrides: changes to the settings of the run that saved the checkpoint.
         documents: the documents to read; None for held-out ones of the run's data, or all of other data.
-        batches: the number of batches; None for `train.eval_batches`, `all` for as many as there are without
-            repeating a sample.
+        batches: the number of global batches; None for `train.eval_sequences` sequences, `all` for all
+            sequences. No sequence is read twice, even if there are fewer than these.
 
     Raises:
         ConfigError: settings or data are not valid, the model is not the checkpoint's, the run held out no
@@ -77,7 +77,8 @@ def prepare(
     """
     if checkpoint.manifest is None:
         raise CheckpointInvalid(*checkpoint.problems)
-    _, saved = saved_run(checkpoint.path)
+    manifest, saved = saved_run(checkpoint.path)
+    saved_plan = saved_data(checkpoint.path, manifest)
     overridden = {key_of(argument) for argument in overrides}
     composed = compose_run(_arguments(checkpoint, overrides, overridden), recipes_dirs=recipes_dirs)
     refuse(shape_problems(saved, composed.config, str(checkpoint.path)))
@@ -89,20 +90,18 @@ def prepare(
     preflight.check_machine(config, layout, training=False)
     other_data = any(key == "data" or key.startswith("data.") for key in overridden - {"data.cache_dir"})
     corpus = _corpus(config, documents or ("all" if other_data else "held-out"), on_progress)
-    config = replace(config, train=replace(config.train, eval_batches=_batches(config, corpus, batches)))
+    check_tokenizer(saved_plan, str(checkpoint.path), config, corpus)
+    config = replace(config, train=replace(config.train, eval_sequences=_sequences(config, corpus, batches)))
     return PreparedEvaluation(
         config=config, layout=layout, corpus=corpus, checkpoint=checkpoint, notes=tuple(composed.warnings)
     )
 
 
 def _arguments(checkpoint: StoredCheckpoint, overrides: Sequence[str], overridden: set[str]) -> list[str]:
-    """Returns the saved settings with those of an evaluation and the user's overrides, in this order. A new
-    number of GPUs drops the saved layout."""
+    """Returns the saved settings with those of an evaluation and the user's overrides, in this order."""
     recipe = f"recipe={text_value(str(checkpoint.path / 'config.yaml'))}"
     replaced = [setting for setting in _REPLACED_SETTINGS if key_of(setting) not in overridden]
-    set_keys = overridden.union(map(key_of, replaced))
-    dropped = [f"{key}=null" for key in CHOSEN if "gpus" in overridden and key not in set_keys]
-    return [recipe, *replaced, *dropped, *overrides]
+    return [recipe, *replaced, *overrides]
 
 
 def run(prepared: PreparedEvaluation, say: Callable[[str], None]) -> tuple[Evaluation, Path]:
@@ -155,27 +154,27 @@ def _corpus(
 ) -> PreparedCorpus:
     """Prepares the data. If all documents are read, all of their tokens become validation tokens."""
     if documents == "held-out":
-        if config.train.eval_interval == 0:
+        if config.data.validation_fraction == 0:
             reason = "the run held out no data: it trained on all of it"
             fix = "--documents all, or other data: data=prepared data.path=PREFIX"
-            raise ConfigError(problem_with(config, "train.eval_interval", reason, fix))
-        return ensure_corpus(config, on_progress)
-    corpus = ensure_corpus(replace(config, train=replace(config.train, eval_interval=0)), on_progress)
+            raise ConfigError(problem_with(config, "data.validation_fraction", reason, fix))
+        # Evaluated documents must suffice for a sample, even if the run itself does not validate.
+        return ensure_corpus(replace(config, train=replace(config.train, eval_interval=1)), on_progress)
+    whole = replace(config.data, validation_fraction=0.0)
+    no_validation = replace(config, data=whole, train=replace(config.train, eval_interval=0))
+    corpus = ensure_corpus(no_validation, on_progress)
     sets = [replace(data, train_tokens=0, validation_tokens=data.tokens) for data in corpus.sets]
     return replace(corpus, sets=tuple(sets))
 
 
-def _batches(config: RunConfig, corpus: PreparedCorpus, requested: int | Literal["all"] | None) -> int:
-    if requested != "all":
-        return requested or config.train.eval_batches
-    batch, length = config.train.global_batch_size, config.train.seq_length
-    assert batch is not None
-    samples = (min(data.validation_tokens for data in corpus.sets) - 1) // length  # every set contributes equally
-    if samples < batch:
-        reason = f"the documents contain {samples} samples of {length} tokens, fewer than one batch of {batch}"
-        fix = "use a smaller train.global_batch_size, or give --batches a number: samples are then repeated"
-        raise ConfigError(Problem("--batches", reason, fix, value="all"))
-    return samples // batch
+def _sequences(config: RunConfig, corpus: PreparedCorpus, batches: int | Literal["all"] | None) -> int:
+    """Returns the number of sequences to read of each set."""
+    if batches is None:
+        return config.train.eval_sequences
+    if batches == "all":
+        return max(1, *(data.validation_tokens // config.train.seq_length for data in corpus.sets))
+    assert config.train.global_batch_size is not None
+    return batches * config.train.global_batch_size
 
 
 class _LineView(TrainView):

@@ -5,14 +5,13 @@ The checkpoint is chosen before anything is moved, written or started. Only the 
 here: the workers hash these files together, once, before they open any.
 """
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from canzona_cli.checkpoint.contents import as_checkpoint_errors, saved_run
-from canzona_cli.checkpoint.manifest import NO_OPTIMIZER, Progress, step_name, step_of
+from canzona_cli.checkpoint.contents import as_checkpoint_errors, saved_data, saved_run
+from canzona_cli.checkpoint.manifest import BEGINNING, NO_OPTIMIZER, Progress, step_name, step_of
 from canzona_cli.checkpoint.store import CheckpointStore, resolve
 from canzona_cli.config.changes import changes, shape_problems
 from canzona_cli.config.reading import Unreadable, read_plain
@@ -22,10 +21,10 @@ from canzona_cli.errors import ConfigError, Problem, refuse
 from canzona_cli.huggingface.folder import is_hugging_face, open_folder
 from canzona_cli.model.families import family_problems
 from canzona_cli.run.codec import load_if_valid, read_lines
-from canzona_cli.run.corpus import PreparedCorpus, tokens_needed
+from canzona_cli.run.corpus import DataPlan
 from canzona_cli.run.files import RunFiles, json_object, write_text_atomic
 from canzona_cli.run.records import ResumePoint, RunResult, ValidationLoss, read_layout
-from canzona_cli.run.words import clean, layout_words
+from canzona_cli.run.words import layout_words
 
 _KEY = "checkpoint.resume"
 
@@ -42,8 +41,12 @@ class Resumption:
     of_this_run: bool
     """True if the checkpoint is in this run directory; otherwise a new run starts from another run's
     checkpoint or from a Hugging Face folder."""
-    steps_before: int
-    """The `train.steps` of the saved run; with only weights, of the new run."""
+    saved: RunConfig | None = None
+    """The settings of the saved run; None with only weights."""
+    batch_before: int = 0
+    """The global batch size of the saved run; not used with only weights."""
+    data: DataPlan | None = None
+    """The data of the saved run; None if the checkpoint does not describe it."""
     warnings: tuple[str, ...] = ()
     """The warnings for the user, such as changed settings that affect the loss curve from here on."""
     weights_only: bool = False
@@ -112,25 +115,6 @@ def choose_resumption(config: RunConfig, layout: Layout, *, is_restart: bool = F
     return _from_checkpoint(config, layout, checkpoint, of_this_run=of_this_run)
 
 
-def data_order_warning(resumption: Resumption, config: RunConfig, layout: Layout, corpus: PreparedCorpus) -> str | None:
-    """Returns a warning if a new number of steps changes the order of the data, otherwise None.
-
-    Megatron shuffles all epochs of a data set together, so a different number of epochs moves every sample.
-    """
-    if resumption.weights_only:
-        return None
-    tokens = [tokens_needed(config, layout, steps=steps) for steps in (resumption.steps_before, config.train.steps)]
-    for data_set in corpus.sets:
-        passes = [math.ceil(read * data_set.share / max(1, data_set.train_tokens)) for read in tokens]
-        if passes[0] != passes[1]:
-            data = "the data" if len(corpus.sets) == 1 else clean(data_set.name)
-            before, now = ("once" if count == 1 else f"{count} times" for count in passes)
-            reads = f"reads {data} {now}, but {resumption.steps_before} steps read it {before}"
-            change = "the order changes from here on, and some samples are repeated"
-            return f"train.steps={config.train.steps} {reads}: {change}"
-    return None
-
-
 def _from_weights(config: RunConfig) -> Resumption:
     """Returns a resumption from only the weights in `checkpoint.weights_from`, which is another run's
     checkpoint or a Hugging Face folder."""
@@ -154,7 +138,8 @@ def _from_weights_of(config: RunConfig, checkpoint: Path) -> Resumption:
     manifest, saved = saved_run(checkpoint)
     source = str(checkpoint)
     refuse([*family_problems(saved.model, config.model, source), *shape_problems(saved, config, source)])
-    return _first_step(config, checkpoint, created=manifest.created, tokenizer=saved.data.tokenizer)
+    start = _first_step(config, checkpoint, created=manifest.created, tokenizer=saved.data.tokenizer)
+    return replace(start, data=saved_data(checkpoint, manifest))
 
 
 def _first_step(config: RunConfig, weights: Path, *, created: float, tokenizer: str) -> Resumption:
@@ -168,10 +153,9 @@ def _first_step(config: RunConfig, weights: Path, *, created: float, tokenizer: 
     warning = f"data.tokenizer is {chosen}; the weights in {weights} were trained with the ids of {tokenizer}"
     return Resumption(
         checkpoint=weights,
-        progress=Progress(step=0, samples=0, tokens=0),
+        progress=BEGINNING,
         created=created,
         of_this_run=False,
-        steps_before=config.train.steps,
         weights_only=True,
         warnings=(warning,) if comparable and tokenizer != chosen else (),
     )
@@ -256,8 +240,8 @@ def _from_checkpoint(config: RunConfig, layout: Layout, checkpoint: Path, *, of_
     progress = manifest.progress
     differences = changes(saved, config, step=progress.step)
     with as_checkpoint_errors(checkpoint):
-        saved_layout = layout_words(read_layout(checkpoint / "layout.json"))
-    layouts = [] if saved_layout == layout_words(layout) else [f"{saved_layout} -> {layout_words(layout)}"]
+        saved_layout = read_layout(checkpoint / "layout.json")
+    layouts = [layout_words(each) for each in (saved_layout, layout)]
     problems = [*family_problems(saved.model, config.model, str(checkpoint)), *differences.problems]
     if progress.step > config.train.steps or (progress.step == config.train.steps and not of_this_run):
         reason = f"the checkpoint was saved at step {progress.step:,}, but the run ends at step {config.train.steps:,}"
@@ -279,9 +263,11 @@ def _from_checkpoint(config: RunConfig, layout: Layout, checkpoint: Path, *, of_
         progress=progress,
         created=manifest.created,
         of_this_run=of_this_run,
-        steps_before=saved.train.steps,
+        saved=saved,
+        batch_before=saved_layout.global_batch_size,
+        data=saved_data(checkpoint, manifest),
         warnings=tuple(warnings),
-        spread=", ".join([*layouts, *differences.spread]),
+        spread=", ".join([*([" -> ".join(layouts)] if layouts[0] != layouts[1] else []), *differences.spread]),
     )
 
 

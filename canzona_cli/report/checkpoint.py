@@ -278,8 +278,6 @@ class EvaluationView(Page):
             bits += " (the data's tokenizer is not known)"
         elif not evaluation.bytes_counted:
             bits += " (from the corpus's mean bytes per token, because its tokenizer does not count a token's bytes)"
-        batch = evaluation.layout.global_batch_size
-        times = f", read {evaluation.epochs:.2g} times" if evaluation.epochs > 1 else ""
         yield from labelled_rows(
             (
                 ("loss", f"{number(evaluation.loss, '.4f')} nats per token"),
@@ -287,8 +285,8 @@ class EvaluationView(Page):
                 ("perplexity", number(evaluation.perplexity, ".4g")),
                 ("bits per byte", bits),
                 ("checkpoint", str(evaluation.checkpoint)),
-                ("data", f"{evaluation.data} ({evaluation.tokenizer}), {_DOCUMENTS[evaluation.documents]}{times}"),
-                ("read", f"{count(evaluation.tokens)} tokens in batches of {batch} sequences"),
+                ("data", f"{evaluation.data} ({evaluation.tokenizer}), {_DOCUMENTS[evaluation.documents]}"),
+                ("read", f"{count(evaluation.tokens)} tokens in {plural(evaluation.sequences, 'sequence')}"),
                 ("layout", layout_words(evaluation.layout)),
             )
         )

@@ -11,6 +11,8 @@ from canzona_cli.run.codec import load
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.words import clean, count
 
+DATA_FILE: Final = "data.json"
+"""The file of a checkpoint with the run's `DataPlan`."""
 MOST_EPOCHS: Final = 4
 """The number of epochs up to which repeated tokens are worth nearly as much as new ones (Muennighoff et al.
 2023, arXiv 2305.16264, sec. 6). Each epoch beyond it teaches less than the one before, and the training loss
@@ -34,6 +36,8 @@ class PreparedSet:
     documents: int
     train_tokens: int
     validation_tokens: int
+    fingerprint: str = ""
+    """The hash of the index and of the token ids (`PairInfo.fingerprint`); empty if it is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +54,8 @@ class PreparedCorpus:
     max_token_id: int
     eod: int | None
     """The end-of-document token; None for data from other tools, whose files do not record it."""
+    tokenizer_sha256: str = ""
+    """The hash of the tokenizer's file, or `byte`; empty if the tokenizer is unknown."""
 
     @property
     def prefix(self) -> Path:
@@ -71,6 +77,40 @@ class PreparedCorpus:
     @property
     def validation_tokens(self) -> int:
         return sum(part.validation_tokens for part in self.sets)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataPlan:
+    """The contents of a checkpoint's data.json: the data of a run, and the order in which the run reads
+    it."""
+
+    corpus: PreparedCorpus
+    samples: int
+    """The number of samples that the run reads in all its steps, for which Megatron chooses the order."""
+    blend_start: int = 0
+    """The number of samples that the run had read when it began to mix its sets in their present shares."""
+    set_starts: tuple[int, ...] = ()
+    """The number of samples that it had read of each set by then; empty if it had read none."""
+
+    def start_of(self, index: int) -> int:
+        """Returns the number of samples of a set that were read before `blend_start`."""
+        return self.set_starts[index] if self.set_starts else 0
+
+    def place_of(self, part: PreparedSet) -> int | None:
+        """Returns the number of the set with the same path or, if there is none, the same contents; None if
+        the plan does not have this set."""
+        by_path = {known.prefix: number for number, known in enumerate(self.corpus.sets)}
+        by_contents = {known.fingerprint: number for number, known in enumerate(self.corpus.sets) if known.fingerprint}
+        return by_path.get(part.prefix, by_contents.get(part.fingerprint))
+
+
+def samples_needed(steps: int, batch: int, *, step: int = 0, samples: int = 0) -> int:
+    """Returns the number of samples that a run reads in all its steps.
+
+    Args:
+        step, samples: the number of steps and samples that are already done, with any batch.
+    """
+    return samples + (steps - step) * batch
 
 
 def read_corpus(files: RunFiles) -> PreparedCorpus:

@@ -285,12 +285,12 @@ class Evaluation:
     tokenizer: str
     documents: Documents
     layout: Layout
-    batches: int
-    """The number of global batches."""
+    sequences: int
+    """The number of sequences, of all sets of a blend together."""
     tokens: int
-    """The number of predicted tokens. If `epochs` is above 1, some tokens are counted several times."""
+    """The number of predicted tokens."""
     epochs: float
-    """The number of times that the documents were read."""
+    """The part of the documents that was read; 1 is all of them."""
     text_bytes: float | None
     """The bytes of the text that the tokens encode; None if the tokenizer is unknown."""
     bytes_counted: bool

@@ -1,62 +1,50 @@
 """Reads batches from Megatron's `GPTDataset`, in an order that depends only on the seed, not on the
 layout."""
 
-import errno
-import os
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets import helpers
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.datasets.utils import normalize
 from megatron.core.utils import get_batch_on_this_cp_rank
 
+from canzona_cli.checkpoint.manifest import BEGINNING, Progress
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.errors import write_error
+from canzona_cli.data.order import continue_plan, set_sizes
 from canzona_cli.megatron.parallel import World
-from canzona_cli.run.corpus import PreparedCorpus, PreparedSet
+from canzona_cli.run.corpus import DataPlan, PreparedCorpus, samples_needed
+from canzona_cli.training.sample_index import SampleIndex
 
 Batch = dict[str, torch.Tensor]
 """A micro-batch: `tokens`, `labels`, `loss_mask` and `position_ids`, each `[micro_batch, seq_length / cp]`.
 
 A `BatchStream` adds `counted`, the number of tokens over which the micro-batch's mean loss is taken, on all
 context-parallel ranks together."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CorpusFacts:
-    """A stand-in for a tokenizer, with the attributes that `GPTDataset` requires. They suffice, because
-    `GPTDataset` reads token ids, never text."""
-
-    vocab_size: int
-    eod: int | None
-    name: str
-    sets: tuple[tuple[int, int], ...]
-    """The number of tokens and the number of documents of each data set. Megatron identifies its cached
-    sample indices by the data's path and these numbers, so data that is prepared again under the same path
-    gets new indices."""
-
-    @property
-    def pad(self) -> int:
-        return -1
-
-    @property
-    def unique_identifiers(self) -> dict[str, str]:
-        sets = ", ".join(f"{tokens} in {documents}" for tokens, documents in self.sets)
-        return {"class": "canzona", "name": self.name, "vocab_size": str(self.vocab_size), "sets": sets}
+Samples = torch.utils.data.Dataset[Batch]
+_VALIDATION_SEED: Final = 1234
+"""The seed of the order of validation samples, so that a validation loss is a property of the weights. It is
+the default of `train.seed`, so default runs validate on the samples of that seed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationSet:
-    """The validation samples of one data set."""
+    """The validation samples of one data set. They are the same for every run of this data: they do not
+    depend on the run's seed, batch or layout."""
 
     name: str
     share: float
     """The data set's share of the training data; the shares of all sets add up to 1."""
-    samples: torch.utils.data.Dataset[Batch]
+    samples: Samples
+    count: int
+    """The number of samples to validate on, from the first one on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,97 +52,107 @@ class Datasets:
     """The training and validation samples. Each sample is `seq_length` tokens, with the next tokens as
     labels."""
 
-    train: torch.utils.data.Dataset[Batch]
+    train: Samples
     validation: tuple[ValidationSet, ...] = ()
     """The validation samples of each data set; empty if the run does not validate."""
 
 
-def build_datasets(config: RunConfig, corpus: PreparedCorpus, *, cache: Path) -> Datasets:
+class _ContinuedBlend(torch.utils.data.Dataset[Batch]):
+    """The samples of a run that mixes its sets in other shares from some sample on. Each set continues with
+    its own next sample.
+
+    Args:
+        plan: the plan, with the sample at which the present shares began, and the position of each set.
+        blend: the samples from there on.
+    """
+
+    def __init__(self, plan: DataPlan, sets: Sequence[GPTDataset], blend: BlendedDataset | None) -> None:
+        self._plan, self._sets, self._blend = plan, sets, blend
+
+    def __len__(self) -> int:
+        return self._plan.samples
+
+    def __getitem__(self, index: int) -> Batch:
+        index -= self._plan.blend_start
+        assert index >= 0, "the samples before the change were read with other shares"
+        number = 0 if self._blend is None else int(self._blend.dataset_index[index])
+        in_set = index if self._blend is None else int(self._blend.dataset_sample_index[index])
+        sample: Batch = self._sets[number][in_set + self._plan.start_of(number)]
+        return sample
+
+
+def plan_data(
+    config: RunConfig, corpus: PreparedCorpus, *, progress: Progress = BEGINNING, saved: DataPlan | None = None
+) -> DataPlan:
+    """Returns the data plan of a run that starts at `progress`.
+
+    Args:
+        saved: the plan of the checkpoint; None without a checkpoint, and for one that has no plan.
+    """
+    batch = config.train.global_batch_size
+    assert batch is not None
+    samples = samples_needed(config.train.steps, batch, step=progress.step, samples=progress.samples)
+    if saved is None:
+        return DataPlan(corpus=corpus, samples=samples)
+    return continue_plan(saved, corpus, samples=samples, done=progress.samples, count=_count_by_set)
+
+
+def _count_by_set(shares: Sequence[float], samples: int) -> list[int]:
+    """Returns how many of the first `samples` samples of a blend are of each set."""
+    numbers, places = np.zeros(samples, dtype=np.int16), np.zeros(samples, dtype=np.int64)
+    weights = normalize(normalize(shares))  # as the blend does
+    helpers.build_blending_indices(numbers, places, weights, len(shares), samples, False)
+    counts: list[int] = np.bincount(numbers, minlength=len(shares)).tolist()
+    return counts
+
+
+def build_datasets(config: RunConfig, corpus: PreparedCorpus, *, cache: Path, plan: DataPlan | None = None) -> Datasets:
     """Builds the run's training and validation samples. Rank 0 writes the sample indices, and the other ranks
     read them. Collective.
+
+    Args:
+        plan: the plan of a resumed run; None for a run that starts at its first step.
 
     Raises:
         EnvironmentProblem: the indices cannot be written.
     """
-    wants_validation = config.train.eval_interval > 0 and config.train.eval_batches > 0
-    held_out = config.data.validation_fraction if wants_validation else 0.0
-    assert config.train.global_batch_size is not None
-    samples = config.train.steps * config.train.global_batch_size
-    train = _build(config, corpus, corpus.sets, split=(0.0, 1 - held_out), samples=samples, cache=cache)
-    return Datasets(train=train, validation=build_validation(config, corpus, cache=cache) if held_out else ())
+    plan = plan or plan_data(config, corpus)
+    index = _sample_index(config, corpus, cache, seed=config.train.seed)
+    shares: list[float] = normalize([part.share for part in corpus.sets])
+    left = plan.samples - plan.blend_start
+    sets = [index.training_set(part, size) for part, size in zip(corpus.sets, set_sizes(plan), strict=True)]
+    blend = index.blend(sets, shares, sum(math.ceil(left * share) for share in shares)) if len(sets) > 1 else None
+    train: Samples = sets[0] if blend is None else blend
+    if plan.blend_start:
+        train = _ContinuedBlend(plan, sets, blend)
+    return Datasets(train=train, validation=build_validation(config, corpus, cache=cache) if _validates(config) else ())
+
+
+def _validates(config: RunConfig) -> bool:
+    return config.train.eval_interval > 0 and config.data.validation_fraction > 0
 
 
 def build_validation(config: RunConfig, corpus: PreparedCorpus, *, cache: Path) -> tuple[ValidationSet, ...]:
-    """Builds the validation samples of each data set: from the sequences that are not used for training, or
-    from all sequences if the corpus has no training tokens. Collective."""
-    assert config.train.global_batch_size is not None
-    held_out = config.data.validation_fraction if corpus.train_tokens else 1.0
-    samples = config.train.eval_batches * config.train.global_batch_size
-    return tuple(
-        ValidationSet(
-            name=part.name,
-            share=part.share,
-            samples=_build(config, corpus, [part], split=(1 - held_out, 1.0), samples=samples, cache=cache),
-        )
-        for part in corpus.sets
+    """Builds the validation samples of each data set: from the documents that are held out from training, or
+    from all documents if the corpus has no training tokens. Collective."""
+    index = _sample_index(config, corpus, cache, seed=_VALIDATION_SEED)
+    sets = []
+    for part in corpus.sets:
+        samples = index.validation_set(part)
+        count = min(config.train.eval_sequences, len(samples))
+        sets.append(ValidationSet(name=part.name, share=part.share, samples=samples, count=count))
+    return tuple(sets)
+
+
+def _sample_index(config: RunConfig, corpus: PreparedCorpus, cache: Path, *, seed: int) -> SampleIndex:
+    return SampleIndex(
+        corpus=corpus,
+        vocab_size=config.model.vocab_size,
+        seq_length=config.train.seq_length,
+        seed=seed,
+        validation_fraction=config.data.validation_fraction,
+        cache=cache,
     )
-
-
-def _build(
-    config: RunConfig,
-    corpus: PreparedCorpus,
-    sets: Sequence[PreparedSet],
-    *,
-    split: tuple[float, float],
-    samples: int,
-    cache: Path,
-) -> torch.utils.data.Dataset[Batch]:
-    """Builds at least `samples` samples from a part of each data set. Several sets are interleaved in
-    proportion to their shares.
-
-    Args:
-        split: The start and end of the part, as fractions of each set's sequences, such as (0.0, 0.9).
-    """
-    weights = [part.share for part in sets]
-    settings = GPTDatasetConfig(
-        random_seed=config.train.seed,
-        sequence_length=config.train.seq_length,
-        blend=([str(part.prefix) for part in sets], weights if len(sets) > 1 else None),
-        split="1",
-        path_to_cache=str(cache),
-        tokenizer=CorpusFacts(
-            vocab_size=config.model.vocab_size,
-            eod=corpus.eod,
-            name=corpus.tokenizer,
-            sets=tuple((part.tokens, part.documents) for part in sets),
-        ),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        # The attention layers apply the causal mask themselves; a mask for each sample would take
-        # seq_length^2 bytes.
-        create_attention_mask=False,
-        # A blend takes at most one sample more from a set than its share, and has an extra sample for each
-        # set.
-        mid_level_dataset_surplus=max(0.005, (len(sets) + 1 / min(weights)) / samples),
-    )
-    # Only one of Megatron's three splits is built here: train or validation. The split is part of the index
-    # files' names, and does not affect the seed.
-    used = 0 if split[0] == 0 else 1
-    settings.split_matrix = [split if index == used else None for index in range(3)]
-    sizes = [samples if index == used else 0 for index in range(3)]
-    built: torch.utils.data.Dataset[Batch] | None
-    try:
-        built = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, settings).build()[used]
-    except OSError as error:
-        if error.filename is not None and not Path(error.filename).is_relative_to(cache):
-            raise
-        if error.errno is None:  # numpy does not name the reason when a disk becomes full
-            error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        fix = "make room there, or choose another folder: data.cache_dir=FOLDER"
-        raise write_error("data.cache_dir", cache, error, fix=fix, what="the index of samples") from None
-    assert built is not None
-    return built
 
 
 class BatchStream(Iterator[Batch]):
@@ -163,12 +161,22 @@ class BatchStream(Iterator[Batch]):
     In every layout, global batch `b` consists of the `global_batch_size` samples that start at sample
     `first_sample + b * global_batch_size`. A micro-batch is `micro_batch_size` of these samples, so the
     number of data-parallel ranks only decides which rank computes a sample.
+
+    Args:
+        first_sample: the first sample to read.
+        count: the number of samples to read; after them, masked samples fill the last micro-batches. None
+            reads the complete global batches from `first_sample` to the end.
     """
 
-    def __init__(self, dataset: torch.utils.data.Dataset[Batch], world: World, *, first_sample: int = 0) -> None:
+    def __init__(self, dataset: Samples, world: World, *, first_sample: int = 0, count: int | None = None) -> None:
         self._world = world
-        sample_count = len(dataset)  # type: ignore[arg-type]
-        indices = _indices(world.layout, world.dp_rank, first_sample=first_sample, sample_count=sample_count)
+        if count is None:
+            sample_count = len(dataset)  # type: ignore[arg-type]
+            indices: Iterable[list[int | None]] = _indices(
+                world.layout, world.dp_rank, first_sample=first_sample, sample_count=sample_count
+            )
+        else:
+            indices = _padded_indices(world.layout, world.dp_rank, count=count)
         on_gpu = world.device.type == "cuda"
         self._batches = iter(
             torch.utils.data.DataLoader(
@@ -196,9 +204,26 @@ class BatchStream(Iterator[Batch]):
         return {**batch, "counted": counted}
 
 
-def _indices(layout: Layout, dp_rank: int, *, first_sample: int, sample_count: int) -> list[list[int]]:
+def padded_micro_batches(layout: Layout, count: int) -> int:
+    """Returns the number of micro-batches of each data-parallel rank that together hold `count` samples. The
+    interleaved schedule needs a multiple of the number of stages."""
+    multiple = layout.pp if layout.vpp > 1 else 1
+    return multiple * math.ceil(count / (layout.micro_batch_size * layout.dp * multiple))
+
+
+def _padded_indices(layout: Layout, dp_rank: int, *, count: int) -> list[list[int | None]]:
+    """Returns the sample indices of each micro-batch of one data-parallel rank for the first `count` samples.
+    None stands for a sample without loss, as in `GPTDataset`."""
+    micro_batches: list[list[int | None]] = []
+    for micro in range(padded_micro_batches(layout, count)):
+        start = (micro * layout.dp + dp_rank) * layout.micro_batch_size
+        micro_batches.append([i if i < count else None for i in range(start, start + layout.micro_batch_size)])
+    return micro_batches
+
+
+def _indices(layout: Layout, dp_rank: int, *, first_sample: int, sample_count: int) -> list[list[int | None]]:
     """Returns the sample indices of each micro-batch of one data-parallel rank, in order."""
-    micro_batches = []
+    micro_batches: list[list[int | None]] = []
     for batch_start in range(first_sample, sample_count - layout.global_batch_size + 1, layout.global_batch_size):
         for micro in range(layout.num_microbatches):
             start = batch_start + (micro * layout.dp + dp_rank) * layout.micro_batch_size

@@ -52,8 +52,9 @@ def evaluate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     losses = {}
     totals = []
     for part in validation_sets:
-        batches = CountingStream(BatchStream(part.samples, world), world, None if lengths is None else lengths.values)
-        losses[part.name] = validate(model, batches, global_batches=config.train.eval_batches)
+        stream = BatchStream(part.samples, world, count=part.count)
+        batches = CountingStream(stream, world, None if lengths is None else lengths.values)
+        losses[part.name] = validate(model, batches, samples=part.count)
         totals.append(batches.totals())
     tokens = sum(set_tokens for set_tokens, _ in totals)
     text_bytes = sum(
@@ -69,7 +70,7 @@ def evaluate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
             tokenizer=corpus.tokenizer,
             documents="held-out" if corpus.train_tokens else "all",
             layout=layout,
-            batches=config.train.eval_batches,
+            sequences=sum(part.count for part in validation_sets),
             tokens=round(tokens),
             epochs=tokens / max(1, corpus.validation_tokens),
             text_bytes=None if lengths is None else text_bytes,

@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
 
-from canzona_cli.checkpoint.manifest import Progress
+from canzona_cli.checkpoint.manifest import BEGINNING, Progress
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer, NonFiniteGradients
 from canzona_cli.errors import Diverged, Problem
 from canzona_cli.megatron.model import Trainee
@@ -41,14 +41,11 @@ class NonFiniteLoss(Diverged):
         )
 
 
-_BEGINNING = Progress(step=0, samples=0, tokens=0)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Start:
     """The state from which this launch starts: the beginning of the run, or a checkpoint."""
 
-    progress: Progress = _BEGINNING
+    progress: Progress = BEGINNING
     validate: bool = True
     """True to validate the model before the first step."""
     validation: ValidationLoss | None = None
@@ -254,11 +251,11 @@ class Training:
         if not self.datasets.validation:
             return
         self.journal.stage("validate", f"step {step}")
-        # Every validation uses the same batches, so that its loss depends only on the model.
+        # Every validation uses the same samples, so that its loss depends only on the model.
         losses: dict[str, float] = {}
         for part in self.datasets.validation:
-            batches = BatchStream(part.samples, self.trainee.world)
-            losses[part.name] = validate(self.trainee, batches, global_batches=settings.eval_batches)
+            batches = BatchStream(part.samples, self.trainee.world, count=part.count)
+            losses[part.name] = validate(self.trainee, batches, samples=part.count)
         loss = sum(part.share * losses[part.name] for part in self.datasets.validation)
         self.journal.validation(step, loss, losses if len(losses) > 1 else {})
         divergence = self._divergence.notice_validation(step, loss, final=step == settings.steps)

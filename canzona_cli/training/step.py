@@ -18,7 +18,7 @@ from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer, NonFiniteGrad
 from canzona_cli.megatron.model import Model, Trainee
 from canzona_cli.megatron.timers import PhaseTimer
 from canzona_cli.run.corpus import PreparedCorpus
-from canzona_cli.training.data import Batch
+from canzona_cli.training.data import Batch, padded_micro_batches
 from canzona_cli.training.routing import Routing
 
 LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -87,7 +87,9 @@ def train_step(
     for chunk in trainee.chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    losses = _forward_backward(trainee, batches, forward_only=False)
+    losses = _forward_backward(
+        trainee, batches, micro_batches=trainee.world.layout.num_microbatches, forward_only=False
+    )
     lr = optimizer.param_groups[0]["lr"]
     try:
         with timer.phase("norm_clip"):
@@ -118,12 +120,27 @@ def train_step(
 
 
 @torch.no_grad()
-def validate(model: Model, batches: Iterator[Batch], *, global_batches: int) -> float:
-    """Returns the mean loss over `global_batches` global batches, in nats per token, on every rank.
-    Collective."""
+def validate(model: Model, batches: Iterator[Batch], *, samples: int) -> float:
+    """Returns the mean loss over all tokens of `samples` samples, in nats per token, on every rank.
+    Collective.
+
+    Args:
+        batches: A stream of these samples, with masked samples after them (`BatchStream` with `count`).
+    """
+    layout = model.world.layout
+    left = padded_micro_batches(layout, samples)
+    sums = torch.zeros(2, dtype=torch.float64, device=model.world.device)
     with evaluation_mode(model):
-        losses = [loss for _ in range(global_batches) for loss in _forward_backward(model, batches, forward_only=True)]
-    return _start_agreement(model, losses)().loss
+        while left > 0:
+            count = min(left, layout.num_microbatches)
+            for part in _forward_backward(model, batches, micro_batches=count, forward_only=True):
+                sums += part
+            left -= count
+    if isinstance(model, Trainee) and model.routing is not None:
+        model.routing.take()  # the next step must not count the tokens of the validation
+    torch.distributed.all_reduce(sums)
+    loss, tokens = model.timer.read(sums)
+    return loss / tokens
 
 
 @contextmanager
@@ -138,20 +155,26 @@ def evaluation_mode(model: Model) -> Iterator[None]:
             chunk.train()
 
 
-def _forward_backward(trainee: Model, batches: Iterator[Batch], *, forward_only: bool) -> list[torch.Tensor]:
-    """Runs Megatron's schedule over one global batch. Returns the losses of this rank's micro-batches on the
-    last stage, an empty list elsewhere."""
+def _forward_backward(
+    trainee: Model, batches: Iterator[Batch], *, micro_batches: int, forward_only: bool
+) -> list[torch.Tensor]:
+    """Runs Megatron's schedule over some micro-batches.
+
+    Returns:
+        On the last stage, the mean loss of each micro-batch of this rank; with `forward_only`, the sum of the
+        losses of its tokens and the number of these tokens. On other stages, an empty list.
+    """
     layout = trainee.world.layout
     run_schedule = get_forward_backward_func()
     # With virtual pipeline stages, every model chunk reads all micro-batches, at different times.
     streams = [batches]
     if layout.vpp > 1:
-        streams = list(tee(islice(batches, layout.num_microbatches), layout.vpp))
+        streams = list(tee(islice(batches, micro_batches), layout.vpp))
     losses: list[torch.Tensor] = run_schedule(
-        forward_step_func=partial(_forward_step, trainee.timer),
+        forward_step_func=partial(_forward_step, trainee.timer, sums=forward_only),
         data_iterator=streams,
         model=list(trainee.chunks),
-        num_microbatches=layout.num_microbatches,
+        num_microbatches=micro_batches,
         seq_length=trainee.config.train.seq_length,
         micro_batch_size=layout.micro_batch_size,
         forward_only=forward_only,
@@ -160,7 +183,7 @@ def _forward_backward(trainee: Model, batches: Iterator[Batch], *, forward_only:
 
 
 def _forward_step(
-    timer: PhaseTimer, batches: Iterator[Batch], model: torch.nn.Module
+    timer: PhaseTimer, batches: Iterator[Batch], model: torch.nn.Module, *, sums: bool
 ) -> tuple[torch.Tensor, LossFunction]:
     """Runs the forward pass of one micro-batch, as Megatron's schedule requires.
 
@@ -171,7 +194,16 @@ def _forward_step(
     with timer.phase("data"):
         batch = next(batches)
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-    return output, partial(_mean_loss, batch["loss_mask"], batch["counted"])
+    return output, partial(_summed_loss, batch["loss_mask"]) if sums else partial(
+        _mean_loss, batch["loss_mask"], batch["counted"]
+    )
+
+
+def _summed_loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the sum of a micro-batch's losses, and, for the records, `[2]`, this sum and the number of
+    tokens in it: on this context-parallel rank."""
+    total = (losses.float() * mask).sum()
+    return total, torch.stack([total.double(), mask.sum().double()])
 
 
 def _mean_loss(mask: torch.Tensor, counted: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

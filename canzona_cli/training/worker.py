@@ -1,9 +1,10 @@
 """Runs one rank of a run: `python -m canzona_cli.training.worker RUN_DIR`, started by torchrun."""
 
+import json
 import sys
 from pathlib import Path
 
-from canzona_cli.run.codec import load_if_valid
+from canzona_cli.run.codec import load_if_valid, record_dict
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.records import Ending, ResumePoint, read_layout
 from canzona_cli.training.process import IMPORTED_BY_ALL, Pulse, run_rank
@@ -28,10 +29,11 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     from canzona_cli.errors import Diverged, WorkerCrashed
     from canzona_cli.megatron import owner_bucket_group, parallel
     from canzona_cli.planner.plan_file import read_plan
-    from canzona_cli.run.corpus import read_corpus
+    from canzona_cli.run.corpus import DATA_FILE, DataPlan, read_corpus
     from canzona_cli.run.records import write_timeline
+    from canzona_cli.run.words import jsonable
     from canzona_cli.training.assemble import assemble, join
-    from canzona_cli.training.data import build_datasets
+    from canzona_cli.training.data import build_datasets, plan_data
     from canzona_cli.training.loop import Start, Training
     from canzona_cli.training.measure import gather_breakdown
     from canzona_cli.training.saving import Saver
@@ -58,10 +60,8 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
 
     journal.kernels(choose_kernels(config, world.device, begin=report_trial))
 
-    journal.stage("build data", ", ".join(str(part.prefix) for part in corpus.sets))
-    datasets = build_datasets(config, corpus, cache=config.data.cache_root / "indices")
-
     start = Start()
+    saved_plan = None
     point = load_if_valid(files.resume, ResumePoint)
     if point is not None:
         checkpoint = Path(point.checkpoint)
@@ -71,9 +71,15 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
         if not point.weights_only:
             start = Start(progress=manifest.progress, validate=point.validate, validation=point.validation)
             record.step = manifest.progress.step
+            saved_plan = load_if_valid(checkpoint / DATA_FILE, DataPlan)
+
+    journal.stage("build data", ", ".join(str(part.prefix) for part in corpus.sets))
+    data_plan = plan_data(config, corpus, progress=start.progress, saved=saved_plan)
+    datasets = build_datasets(config, corpus, cache=config.data.cache_root / "indices", plan=data_plan)
 
     inputs = (files.config, files.layout, *([files.plan] if plan is not None else []))
     texts = {path.name: path.read_text(encoding="utf-8") for path in inputs}
+    texts[DATA_FILE] = json.dumps(jsonable(record_dict(data_plan)), indent=1) + "\n"
     last_checkpoint = None if point is None or point.weights_only else Path(point.checkpoint).name
     saver = Saver(trainee, files, journal, texts=texts, last_checkpoint=last_checkpoint, alive=record.heart.progress)
     try:

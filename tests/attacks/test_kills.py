@@ -21,7 +21,7 @@ from tests.faults.support import TrainingRun, alive
 LAUNCHES_KILLED = 6
 SHARED = ("optimizer.form=gram", "engine.mode=shared", "train.precision=fp32")
 LONG = (
-    *("train.steps=100", "train.eval_interval=25", "train.eval_batches=1", "schedule.warmup_steps=2"),
+    *("train.steps=100", "train.eval_interval=25", "train.eval_sequences=8", "schedule.warmup_steps=2"),
     *("checkpoint.every_steps=4", "checkpoint.every_minutes=null"),
     *("gpus=2", "train.global_batch_size=2", "model.num_layers=1"),
 )

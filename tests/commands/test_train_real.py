@@ -22,7 +22,7 @@ from tests.trackers.test_follow import of_tensorboard
 RUN = ("recipe=tiny", "gpus=2", "parallel.tp=2", "optimizer=custom", "optimizer.source=sign.py:Sign")
 OPTIONS = ("optimizer.options.momentum=0.8", "optimizer.cost_like=adamw", "optimizer.lr=1e-4", "optimizer.min_lr=0")
 SMALL = ("model.num_layers=2", "train.seq_length=32", "train.global_batch_size=2", "train.eval_interval=6")
-SAMPLES = ("train.eval_batches=3", "train.sample_every=4", "train.sample_prompt='import '", "train.sample_tokens=5")
+SAMPLES = ("train.eval_sequences=6", "train.sample_every=4", "train.sample_prompt='import '", "train.sample_tokens=5")
 RECORDED = ("train.steps=6", "run.trace_steps=[5,6]", "run.profile_steps=[4,4]")
 SIGN = """
 import os
@@ -186,7 +186,7 @@ def test_an_evaluation_finds_what_the_run_found_and_leaves_the_run_as_it_is(trai
 def test_any_checkpoint_is_evaluated_on_all_of_other_data_in_another_layout(trained: Trained, tmp_path: Path) -> None:
     text = "".join(f"line {number} is {number * number}, größer\n" for number in range(150))
     (tmp_path / "in.txt").write_text(text, encoding="utf-8")
-    asked = ("--output", "other", "--tokenizer", "bpe", "--vocab-size", "300", "--document", "line")
+    asked = ("--output", "other", "--tokenizer", "byte", "--document", "line")
     assert canzona("data", "prepare", "in.txt", *asked, cwd=tmp_path).returncode == 0
     other = ("data=prepared", "data.path=other", "gpus=1", "train.global_batch_size=1", "--batches", "all")
     done = canzona("eval", trained.folder / "run", "--step", "6", *other, "--json", cwd=tmp_path, code=0)
@@ -197,7 +197,7 @@ def test_any_checkpoint_is_evaluated_on_all_of_other_data_in_another_layout(trai
     size = len(text.encode()) - 150  # a document has not the line's end
     assert size - 33 * 8 <= found["text_bytes"] <= size
     assert found["epochs"] == pytest.approx(1, abs=0.03)
-    assert 0 < found["loss"] < 2 * math.log(300)
+    assert 0 < found["loss"] < 2 * math.log(257)
 
 
 @pytest.mark.parametrize(
@@ -205,9 +205,9 @@ def test_any_checkpoint_is_evaluated_on_all_of_other_data_in_another_layout(trai
     [
         (("--step", "5"), 2, "--step = 5"),
         (("--batches", "some"), 2, "--batches = some"),
-        (("--batches", "all", "train.global_batch_size=65536"), 2, "--batches = all"),
         (("model.hidden_size=128",), 2, "model.hidden_size = 128"),
-        (("train.eval_interval=0",), 2, "train.eval_interval = 0"),
+        (("train.eval_interval=0", "data.validation_fraction=0"), 2, "data.validation_fraction = 0"),
+        (("data.tokenizer=bpe", "model.vocab_size=384", "data.tokenizer_vocab_size=300"), 2, "data.tokenizer = bpe"),
         (("gpus=64", "cluster.gpus_per_node=8", "train.global_batch_size=64"), 2, "gpus = 64"),
         (("gpus=3",), 2, "train.global_batch_size = 2"),
         (("cluster.memory_gib=0.751",), 4, "gpus = 2"),

@@ -191,10 +191,11 @@ def _train(trainee: Trainee, corpus: PreparedCorpus, indices: Path) -> Curve:
     config = trainee.config
     datasets = build_datasets(config, corpus, cache=indices)
     (held_out,) = datasets.validation
-    before = validate(trainee, BatchStream(held_out.samples, trainee.world), global_batches=2)
+    count = 2 * trainee.world.layout.global_batch_size
+    before = validate(trainee, BatchStream(held_out.samples, trainee.world), samples=count)
     batches = BatchStream(datasets.train, trainee.world)
     steps = [train_step(trainee, batches) for _ in range(trainee.config.train.steps)]
-    after = validate(trainee, BatchStream(held_out.samples, trainee.world), global_batches=2)
+    after = validate(trainee, BatchStream(held_out.samples, trainee.world), samples=count)
     return Curve(
         validation_before=before,
         losses=[step.loss for step in steps],

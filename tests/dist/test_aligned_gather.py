@@ -48,7 +48,7 @@ def _run(config: RunConfig, world: World) -> Seen:
     batches = BatchStream(samples, world)
     losses = [train_step(trainee, batches).loss for _ in range(2)]
     # It gathers by itself what the next step then starts to gather again.
-    losses.append(validate(trainee, BatchStream(samples, world), global_batches=1))
+    losses.append(validate(trainee, BatchStream(samples, world), samples=1 * world.layout.global_batch_size))
     losses.append(train_step(trainee, batches).loss)
     recorded = _recorded(trainee)
     losses.append(train_step(trainee, batches).loss)

@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+import torch
 from rich.console import Console
 
 from canzona_cli.checkpoint.manifest import Progress
@@ -24,12 +25,11 @@ from canzona_cli.report.run import RunView
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.summary import load_summary
 from canzona_cli.training.assemble import assemble
-from canzona_cli.training.data import BatchStream, build_datasets
+from canzona_cli.training.data import Batch, BatchStream, build_datasets
 from canzona_cli.training.loop import Start, Training
 from canzona_cli.training.records import Journal, RankRecord
 from tests.commands import support
 from tests.dist import jobs
-from tests.dist.ranks import run_ranks
 
 WEIGHTS = {"a": 0.7, "b": 0.2, "c": 0.1}
 STEPS = 40
@@ -66,7 +66,12 @@ def _seen() -> list[Seen]:
     with TemporaryDirectory() as name:
         folder = Path(name)
         sets_in(folder)
-        more = (f"train.steps={STEPS}", "train.eval_interval=1", "train.eval_batches=1", "data.validation_fraction=0.1")
+        more = (
+            f"train.steps={STEPS}",
+            "train.eval_interval=1",
+            "train.eval_sequences=8",
+            "data.validation_fraction=0.1",
+        )
         # Whole numbers: what counts is their relation.
         ten_times = {name: round(10 * weight) for name, weight in WEIGHTS.items()}
         config, layout, corpus = jobs.prepare(folder / "cache", "gpus=2", *more, *blend(folder, ten_times))
@@ -188,19 +193,25 @@ def test_what_makes_no_blend_is_told_at_once(tmp_path: Path) -> None:
         compose_run([*run, *blend(tmp_path, {"a": 1}), "data.path=elsewhere"])
 
 
-def test_a_cache_that_becomes_full_is_named_with_its_setting(tmp_path: Path) -> None:
-    """Megatron's index of samples does not fit any more."""
+def test_a_cache_that_becomes_full_is_named_with_its_setting_by_every_rank(tmp_path: Path) -> None:
+    """Megatron's index of samples does not fit any more; nothing of it stays, and it fits once there is room."""
     sets_in(tmp_path)
-    run = ("gpus=1", "train.steps=200", *blend(tmp_path, {"a": 1}))
-    config, _, corpus = jobs.prepare(tmp_path / "cache", *run)
+    run = ("gpus=2", "train.steps=200", *blend(tmp_path, {"a": 1, "b": 1}))
+    config, layout, corpus = jobs.prepare(tmp_path / "cache", *run)
+    cache = tmp_path / "indices"
 
-    def build() -> tuple[int, str]:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (512, resource.RLIM_INFINITY))
+    def work(_: int, world: World) -> tuple[int, str, list[str], int]:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2048, resource.RLIM_INFINITY))
         with pytest.raises(EnvironmentProblem) as refused:
-            build_datasets(config, corpus, cache=tmp_path / "indices")
-        return refused.value.exit_code, str(refused.value)
+            build_datasets(config, corpus, cache=cache)
+        left = [path.name for path in cache.iterdir()]
+        torch.distributed.barrier()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        samples: torch.utils.data.Dataset[Batch] = build_datasets(config, corpus, cache=cache).train
+        return refused.value.exit_code, str(refused.value), left, len(samples)  # type: ignore[arg-type]
 
-    [(code, said)] = run_ranks(1, build)
-    assert code == 3
-    assert said.startswith("data.cache_dir: the index of samples cannot be written: No space left")
-    assert "make room there" in said
+    for code, said, left, samples in jobs.on_ranks({0: (config, layout)}, work)[0]:
+        assert (code, left) == (3, [])
+        assert said.startswith("data.cache_dir: the index of samples cannot be written: No space left")
+        assert "make room there" in said
+        assert samples >= 200 * layout.global_batch_size

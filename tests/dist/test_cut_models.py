@@ -146,7 +146,7 @@ def _train(runs: Sequence[Run]) -> list[Found]:
         )
         batches = BatchStream(samples, world)
         steps = [train_step(trainee, batches) for _ in range(STEPS)]
-        validation = validate(trainee, BatchStream(samples, world), global_batches=2)
+        validation = validate(trainee, BatchStream(samples, world), samples=2 * world.layout.global_batch_size)
         finish_gathering(trainee)
         return Seen(
             losses=[step.loss for step in steps],

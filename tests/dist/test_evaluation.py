@@ -48,10 +48,10 @@ def test_weights_are_those_that_were_trained_and_every_token_counts_once(where: 
         model = Model(config=config, world=world, chunks=build_model(config, world), timer=PhaseTimer(world.device))
         load_weights(model, folder, manifest)
         batches = CountingStream(BatchStream(samples, world), world, lengths)
-        loss = validate(model, batches, global_batches=BATCHES)
+        loss = validate(model, batches, samples=BATCHES * size)
         trainee = assemble(config, world, plan)
         restore(trainee, folder, manifest)
-        trained = validate(trainee, BatchStream(samples, world), global_batches=BATCHES)
+        trained = validate(trainee, BatchStream(samples, world), samples=BATCHES * size)
         return whole.part_of(model.chunks, world), loss, trained, batches.totals()
 
     (ranks,) = on_ranks({0: (config, layout)}, work).values()

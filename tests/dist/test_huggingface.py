@@ -113,7 +113,7 @@ def _go(root: Path, kinds: Sequence[str]) -> list[Went]:
             return found
 
         def loss() -> float:
-            return validate(trainee, BatchStream(_samples(config), world), global_batches=1)
+            return validate(trainee, BatchStream(_samples(config), world), samples=1 * world.layout.global_batch_size)
 
         before = logits(), loss()
         batches = BatchStream(_samples(config), world, first_sample=world.layout.global_batch_size)

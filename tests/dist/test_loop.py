@@ -29,7 +29,7 @@ from tests.dist.jobs import SMALL, on_ranks, planned
 from tests.dist.samples import RandomTokens, samples_of
 
 STEPS = 4
-FIXED = (*SMALL, f"train.steps={STEPS}", "train.batch_tokens=256", "train.eval_batches=1")
+FIXED = (*SMALL, f"train.steps={STEPS}", "train.batch_tokens=256", "train.eval_sequences=4")
 WAYS = {
     "canzona": ("optimizer=muon", "engine.strategy=canzona"),
     "layerwise": ("optimizer=muon", "engine.strategy=layerwise"),
@@ -112,7 +112,7 @@ def _train(runs: Sequence[Run]) -> list[list[Ending]]:
             if place == world.dp_rank * layout.micro_batch_size:
                 run.on_step(step + 1, trainee, files)
 
-        held_out = (ValidationSet(name="random", share=1.0, samples=samples),) if run.validation else ()
+        held_out = (ValidationSet(name="random", share=1.0, samples=samples, count=4),) if run.validation else ()
         datasets = Datasets(train=Observed(samples, tell), validation=held_out)
         record = RankRecord(files, world.rank)
         how, error = None, None

@@ -36,7 +36,7 @@ FIXED = (
     "train.batch_tokens=256",
     f"train.steps={STEPS}",
     "train.eval_interval=2",
-    "train.eval_batches=1",
+    "train.eval_sequences=8",
 )
 DP2 = ("parallel.tp=1", "optimizer=adamw")
 TP2 = ("parallel.tp=2", "optimizer=muon", "engine.strategy=canzona", "checkpoint.every_minutes=null")
@@ -118,7 +118,8 @@ def _end(trainee: Trainee, files: RunFiles, run: Run, folder: Path) -> Ending:
     )
     samples.batch = layout.global_batch_size
     record.preempted = asked
-    held_out = ValidationSet(name="random", share=1.0, samples=samples_of(config, layout.global_batch_size))
+    batch = layout.global_batch_size
+    held_out = ValidationSet(name="random", share=1.0, samples=samples_of(config, batch), count=batch)
     clock = run.clock
     now = time.monotonic if clock is None else lambda: clock(number, begun[0])
     saver = Saver(trainee, files, journal, texts=TEXTS, clock=now)

@@ -12,7 +12,8 @@ from canzona_cli.checkpoint.manifest import Header, LossMemory, Progress, Shard
 from canzona_cli.config.compose import dump_resolved
 from canzona_cli.config.schema import AdamWConfig, CheckpointConfig, CustomConfig, Layout, RunConfig
 from canzona_cli.errors import CheckpointInvalid, ConfigError, Problem
-from canzona_cli.launch.resume import Resumption, choose_resumption, data_order_warning
+from canzona_cli.launch.resume import Resumption, choose_resumption
+from canzona_cli.launch.resumed_data import data_changes
 from canzona_cli.launch.run_dir import RunDirectory
 from canzona_cli.run import codec
 from canzona_cli.run.codec import JsonLines, load_if_valid
@@ -383,12 +384,13 @@ def test_more_steps_are_another_order_where_they_are_more_passes_over_the_data(
     train(config, steps=5, saved=(5,))
     longer = replace(config, train=replace(config.train, steps=steps))
     found = resumed(longer)
-    warning = data_order_warning(found, longer, LAYOUT, with_tokens(tokens))
-    assert (warning is not None) is said
-    assert warning is None or "reads the data 2 times, but 40 steps read it once" in warning
-    blended = data_order_warning(found, longer, LAYOUT, with_tokens(10**6, tokens // 2))
-    assert (blended is not None) is said, "half of the samples come from half of the tokens"
-    assert blended is None or "reads set1 2 times" in blended
+    warnings = data_changes(found, longer, LAYOUT, with_tokens(tokens))
+    assert bool(warnings) is said
+    changed = "changes the order of the data from step 6 on: 2 epochs, the last by itself instead of 1 epoch"
+    assert all(f"train.steps=60 {changed}" in warning for warning in warnings)
+    blended = data_changes(found, longer, LAYOUT, with_tokens(10**6, tokens // 2))
+    assert bool(blended) is said, "half of the samples come from half of the tokens"
+    assert all(changed.replace("the data", "set1") in warning for warning in blended)
 
 
 def test_a_dry_run_has_the_warnings_of_the_run(config: RunConfig) -> None:
@@ -400,7 +402,7 @@ def test_a_dry_run_has_the_warnings_of_the_run(config: RunConfig) -> None:
     said = " ".join(done.stderr.split())
     assert done.returncode == 0, said
     assert "continue from step 5" in said
-    assert "reads the data 2 times, but 40 steps read it once" in said
+    assert "2 epochs, the last by itself instead of 1 epoch" in said
     assert "optimizer.lr" in said
 
 

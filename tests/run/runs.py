@@ -47,7 +47,10 @@ def with_tokens(*train_tokens: int) -> PreparedCorpus:
     """Returns a corpus to train on, of sets with equal shares."""
     (one,) = CORPUS.sets
     share = 1 / len(train_tokens)
-    sets = (replace(one, name=f"set{n}", share=share, train_tokens=t) for n, t in enumerate(train_tokens))
+    sets = (
+        replace(one, name=f"set{n}", prefix=Path(f"cache/set{n}"), share=share, train_tokens=t)
+        for n, t in enumerate(train_tokens)
+    )
     return replace(CORPUS, sets=tuple(sets))
 
 

@@ -184,7 +184,12 @@ class TrainConfig:
         "Steps between validations, which also run before the first and after the last step; 0: never.",
         NOTHING,
     ] = 100
-    eval_batches: Annotated[Count, "Global batches per validation, from each set of a blend.", NOTHING] = 8
+    eval_sequences: Annotated[
+        Count,
+        "Sequences per validation, from each set of a blend: the same ones in every run of the data, at most all that"
+        " are held out.",
+        NOTHING,
+    ] = 1024
     sample_every: Annotated[
         CountOrZero,
         "Steps between text samples from the model (each token is the most likely one), shown in the "

@@ -1,0 +1,190 @@
+"""Computes the order in which a run reads its samples, as Megatron chooses it, without importing torch.
+
+Megatron reads a set in epochs. It shuffles the documents of all epochs together, cuts them into samples, and
+shuffles the samples (`GPTDataset._build_document_sample_shuffle_indices`). If a run reads less than four
+fifths of its last epoch, the documents and samples of that epoch are shuffled separately and come last. So
+the order depends on the number of samples that the whole run reads, and may change if a run is resumed with
+other settings. `Order` has everything on which it depends; `count_reads` counts what a change repeats.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from canzona_cli.run.corpus import DataPlan, PreparedCorpus
+
+_LAST_EPOCH_SHARE: Final = 0.8
+Positions = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """The numbers on which the order of the samples of a set depends. Equal orders of the same data are the
+    same sequence of samples."""
+
+    seed: int
+    seq_length: int
+    tokens: int
+    """The number of tokens to train on."""
+    epochs: int
+    """The number of times that the data is read, rounded up."""
+    separate_last: bool
+    """True if the last epoch is shuffled by itself and comes last."""
+
+    @property
+    def samples(self) -> int:
+        """The number of samples in all epochs."""
+        return (self.epochs * self.tokens - 1) // self.seq_length
+
+    @property
+    def samples_before_last(self) -> int:
+        """The number of samples that end before the last epoch."""
+        return ((self.epochs - 1) * self.tokens - 1) // self.seq_length
+
+
+def order_of(*, tokens: int, samples: int, seq_length: int, seed: int) -> Order:
+    """Returns the order in which Megatron reads a set.
+
+    Args:
+        tokens: the number of tokens to train on.
+        samples: the number of samples of the set for which Megatron builds its index.
+    """
+    epochs = max(1, math.ceil((samples * seq_length + 1) / tokens))
+    order = Order(seed=seed, seq_length=seq_length, tokens=tokens, epochs=epochs, separate_last=False)
+    if epochs == 1:
+        return order
+    per_epoch = (tokens - 1) // seq_length
+    of_last_epoch = samples - order.samples_before_last
+    separate = of_last_epoch < int(_LAST_EPOCH_SHARE * per_epoch)
+    return Order(seed=seed, seq_length=seq_length, tokens=tokens, epochs=epochs, separate_last=separate)
+
+
+def set_sizes(plan: DataPlan) -> tuple[int, ...]:
+    """Returns the number of samples of each set for which Megatron builds an index.
+
+    Each set of a blend gets a surplus: at least Megatron's 0.5%, and enough for one sample more than its
+    share, because a blend may take that many.
+    """
+    left, shares = plan.samples - plan.blend_start, [part.share for part in plan.corpus.sets]
+    sizes = [left]
+    if len(shares) > 1:
+        surplus = max(0.005, (len(shares) + 1 / min(shares)) / max(1, left))
+        normalized = (np.array(shares) / np.sum(shares)).tolist()  # as in `megatron.core.datasets.utils.normalize`
+        sizes = [math.ceil(math.ceil(left * share) * (1 + surplus)) for share in normalized]
+    return tuple(plan.start_of(number) + size for number, size in enumerate(sizes))
+
+
+def continue_plan(
+    saved: DataPlan,
+    corpus: PreparedCorpus,
+    *,
+    samples: int,
+    done: int,
+    count: Callable[[Sequence[float], int], Sequence[int]],
+) -> DataPlan:
+    """Returns the data plan of a run that continues from a checkpoint. With the sets and shares of the
+    checkpoint, the run continues the same mixture. Otherwise a new mixture begins, in which every set
+    continues with its own next sample; a set that the checkpoint does not know begins with its first one.
+
+    Args:
+        samples: the number of samples that the run reads in all its steps.
+        done: the number of samples that are done.
+        count: a function that returns how many of the first samples of a blend, by its shares and their
+            number, are of each set.
+    """
+    places = [saved.place_of(part) for part in corpus.sets]
+    shares, saved_shares = ([part.share for part in sets] for sets in (corpus.sets, saved.corpus.sets))
+    if places == [*range(len(saved_shares))] and shares == saved_shares:
+        return replace(saved, corpus=corpus, samples=samples)
+    positions = set_positions(saved, done, count)
+    starts = tuple(0 if place is None else positions[place] for place in places)
+    return DataPlan(corpus=corpus, samples=samples, blend_start=done, set_starts=starts)
+
+
+def set_positions(plan: DataPlan, done: int, count: Callable[[Sequence[float], int], Sequence[int]]) -> list[int]:
+    """Returns the number of samples of each set that a run has read when it has read `done` samples."""
+    shares, read = [part.share for part in plan.corpus.sets], done - plan.blend_start
+    by_set = [read] if len(shares) == 1 else count(shares, read)
+    return [plan.start_of(number) + of_set for number, of_set in enumerate(by_set)]
+
+
+def about_by_share(shares: Sequence[float], samples: int) -> list[int]:
+    """Returns how many of the first `samples` samples of a blend are of each set, to within one sample."""
+    return [round(share * samples) for share in shares]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reads:
+    """The numbers of tokens of a set that a run reads not at all, and more often than it has epochs."""
+
+    never: int
+    too_often: int
+
+
+def count_reads(lengths: npt.NDArray[np.int32], parts: Sequence[tuple[Order, int, int]], *, epochs: int) -> Reads:
+    """Counts how often the tokens of a set are read.
+
+    Args:
+        lengths: the number of tokens of each sequence to train on.
+        parts: (order, first, last) for each part of the run, which reads the samples [first, last) of this
+            order.
+        epochs: the number of reads above which a token counts as read too often.
+    """
+    starts, ends = (
+        np.concatenate(positions)
+        for positions in zip(*(_stretches(lengths, order, first, last) for order, first, last in parts), strict=True)
+    )
+    places = np.concatenate([starts, ends])
+    by_place = np.argsort(places, kind="stable")
+    # The number of reads of the tokens after each place.
+    reads = np.cumsum(np.concatenate([np.ones_like(starts), -np.ones_like(ends)])[by_place])[:-1]
+    tokens = np.diff(places[by_place])
+    total = int(lengths.sum(dtype=np.int64))
+    return Reads(never=total - int(tokens[reads > 0].sum()), too_often=int(tokens[reads > epochs].sum()))
+
+
+def _stretches(lengths: npt.NDArray[np.int32], order: Order, first: int, last: int) -> tuple[Positions, Positions]:
+    """Returns the starts and the ends of the stretches of text in the samples [first, last), as positions in
+    the set's tokens. A stretch lies in one sequence of the set."""
+    random = np.random.RandomState(order.seed)
+    sequences, samples = _shuffled(len(lengths), order, random)
+    ends = np.cumsum(lengths[sequences], dtype=np.int64)  # in the tokens of all epochs, in their order
+    begins = ends - lengths[sequences]
+    place = np.cumsum(lengths, dtype=np.int64) - lengths  # of each sequence in the set
+    starts = np.sort(samples[first:last].astype(np.int64)) * order.seq_length
+    stops = starts + order.seq_length
+    earliest = np.searchsorted(ends, starts, side="right")
+    latest = np.searchsorted(ends, stops, side="left")
+    counts = latest - earliest + 1
+    sample = np.repeat(np.arange(len(starts)), counts)
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    part = earliest[sample] + within
+    shift = place[sequences[part]] - begins[part]
+    return np.maximum(starts[sample], begins[part]) + shift, np.minimum(stops[sample], ends[part]) + shift
+
+
+def _shuffled(
+    sequences: int, order: Order, random: np.random.RandomState
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint32]]:
+    """Returns the sequences of all epochs, and the numbers of the samples, in the order of reading."""
+
+    def documents(epochs: int) -> npt.NDArray[np.int32]:
+        found = np.tile(np.arange(sequences, dtype=np.int32), epochs)
+        random.shuffle(found)
+        return found
+
+    def samples(start: int, stop: int) -> npt.NDArray[np.uint32]:
+        found = np.arange(start, stop, dtype=np.uint32)
+        random.shuffle(found)
+        return found
+
+    if not order.separate_last:
+        return documents(order.epochs), samples(0, order.samples)
+    of_documents = np.concatenate([documents(order.epochs - 1), documents(1)])
+    return of_documents, np.concatenate(
+        [samples(0, order.samples_before_last), samples(order.samples_before_last, order.samples)]
+    )

@@ -1,0 +1,201 @@
+"""Compares the data of a resumed run with the data of its checkpoint: the tokenizer, the text, the shares of
+its sets, and the order of the samples. This module does not import torch."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from canzona_cli.config.overrides import override_text
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.config.settings import value_of
+from canzona_cli.data.indexed import inspect_pair
+from canzona_cli.data.order import (
+    Order,
+    about_by_share,
+    continue_plan,
+    count_reads,
+    order_of,
+    set_positions,
+    set_sizes,
+)
+from canzona_cli.data.sidecar import saved_tokenizer_path
+from canzona_cli.data.tokenizers import read_backend
+from canzona_cli.errors import CanzonaError, ConfigError, Problem
+from canzona_cli.huggingface.folder import TOKENIZER
+from canzona_cli.launch.resume import Resumption
+from canzona_cli.run.corpus import DataPlan, PreparedCorpus, PreparedSet, samples_needed
+from canzona_cli.run.words import clean
+
+_MOST_COUNTED: Final = 50_000_000
+"""The number of documents and samples up to which repeated tokens are counted, in about half a minute."""
+_ORDER_SETTINGS: Final = (
+    *("train.steps", "train.global_batch_size", "train.seq_length", "train.seed"),
+    *("data.validation_fraction", "data.blend"),
+)
+
+
+def check_tokenizer(saved: DataPlan | None, weights: str, config: RunConfig, corpus: PreparedCorpus) -> None:
+    """Checks that the data has the tokenizer with which a checkpoint was trained.
+
+    Args:
+        saved: the data plan of the checkpoint; None if it has none.
+        weights: the path of the checkpoint or of a Hugging Face folder. Prepared data is compared with the
+            tokenizer of such a folder.
+
+    Raises:
+        ConfigError: the data has another tokenizer, so that the same id means other text.
+    """
+    if not corpus.tokenizer_sha256:
+        return
+    if saved is not None and saved.corpus.tokenizer_sha256:
+        same = saved.corpus.tokenizer_sha256 == corpus.tokenizer_sha256 and saved.corpus.eod == corpus.eod
+        theirs = _tokenizer(saved.corpus)
+    elif config.data.source == "prepared" and (file := Path(weights) / TOKENIZER).is_file():
+        ours = saved_tokenizer_path(corpus.prefix)
+        same = ours.is_file() and read_backend(ours).get_vocab() == read_backend(file).get_vocab()
+        theirs = str(file)
+    else:
+        return
+    if same:
+        return
+    stdlib = config.data.source == "stdlib"
+    key = "data.tokenizer" if stdlib else "data.blend" if config.data.blend else "data.path"
+    value = config.data.tokenizer if stdlib else ", ".join(str(part.prefix) for part in corpus.sets)
+    reason = f"its tokenizer is {_tokenizer(corpus)}, but {weights} was trained on ids of {theirs}"
+    fix = "use data with that tokenizer (canzona data prepare ... --tokenizer FILE), or start without these weights"
+    raise ConfigError(Problem(key, f"{reason}: the same id means other text", fix, value=value))
+
+
+def _tokenizer(corpus: PreparedCorpus) -> str:
+    digest = "" if corpus.tokenizer_sha256 == corpus.tokenizer else f", {corpus.tokenizer_sha256[:8]}"
+    return f"{clean(corpus.tokenizer)} ({corpus.vocab_size:,} ids{digest})"
+
+
+def data_changes(resumption: Resumption, config: RunConfig, layout: Layout, corpus: PreparedCorpus) -> list[str]:
+    """Returns warnings about the differences between the data of a resumed run and of its checkpoint.
+
+    Raises:
+        ConfigError: the data has another tokenizer.
+    """
+    check_tokenizer(resumption.data, resumption.origin, config, corpus)
+    before = resumption.saved
+    if resumption.weights_only or before is None:
+        return []
+    step, done = resumption.step, resumption.progress.samples
+    saved = replace(
+        resumption.data or DataPlan(corpus=corpus, samples=0),
+        samples=samples_needed(before.train.steps, resumption.batch_before, step=step, samples=done),
+    )
+    needed = samples_needed(config.train.steps, layout.global_batch_size, step=step, samples=done)
+    plan = continue_plan(saved, corpus, samples=needed, done=done, count=about_by_share)
+    return [
+        *_text_warnings(resumption, saved, corpus),
+        *_blend_warnings(resumption, saved, plan),
+        *_order_warnings(resumption, before, config, saved, plan),
+    ]
+
+
+def _text_warnings(resumption: Resumption, saved: DataPlan, corpus: PreparedCorpus) -> Iterator[str]:
+    """Yields a warning for each set whose text is no longer that of the checkpoint."""
+    for part in corpus.sets:
+        before = _before(saved, part)
+        if before is not None and _differ(before, part):
+            now, was = (f"{each.tokens:,} tokens in {each.documents:,} documents" for each in (part, before))
+            counts = f"{now} now, {was} before" if now != was else f"also {now}"
+            yield (
+                f"{part.prefix} has other text than up to step {resumption.step:,}: {counts}. The run reads the new "
+                "text from here on; text that it has already read may come again"
+            )
+
+
+def _blend_warnings(resumption: Resumption, saved: DataPlan, plan: DataPlan) -> Iterator[str]:
+    """Yields a warning if the sets, or their shares, are no longer those of the checkpoint."""
+    if plan.blend_start != saved.blend_start or plan.set_starts != saved.set_starts:
+        about = "about " if len(saved.corpus.sets) > 1 else ""
+        starts = [
+            f"{clean(part.name)} with its sample {about if start else ''}{start + 1:,}"
+            for part, start in zip(plan.corpus.sets, plan.set_starts, strict=True)
+        ]
+        one = len(starts) == 1
+        verb = "the set begins" if one else "each set continues with its own next sample"
+        yield f"from step {resumption.step + 1:,} on, {verb}: {', '.join(starts)}"
+
+
+def _order_warnings(
+    resumption: Resumption, before: RunConfig, config: RunConfig, saved: DataPlan, plan: DataPlan
+) -> Iterator[str]:
+    """Yields a warning for each set whose samples have another order than in the checkpoint's run."""
+    if resumption.data is None and before.train.eval_interval == 0 and config.data.validation_fraction > 0:
+        yield (
+            f"{resumption.origin} was saved by an older canzona, whose runs without validation trained on all "
+            "documents: data.validation_fraction=0 continues in the same order"
+        )
+    done = resumption.progress.samples
+    positions = set_positions(saved, done, about_by_share)
+    left = about_by_share([part.share for part in plan.corpus.sets], plan.samples - done)
+    for number, part in enumerate(plan.corpus.sets):
+        known = _before(saved, part)
+        if known is None or _differ(known, part):
+            continue
+        place = saved.corpus.sets.index(known)
+        old = _order(before, known, set_sizes(saved)[place])
+        new = _order(config, part, set_sizes(plan)[number])
+        if old == new:
+            continue
+        first, last = positions[place], positions[place] + left[number]
+        data = "the data" if len(plan.corpus.sets) == 1 else clean(part.name)
+        causes = [
+            f"{key}={override_text(value_of(config, key))}"
+            for key in _ORDER_SETTINGS
+            if value_of(config, key) != value_of(before, key)
+        ]
+        yield (
+            f"{', '.join(causes) or 'the resumed run'} changes the order of {data} from step {resumption.step + 1:,} "
+            f"on: {_epochs(new)} instead of {_epochs(old)}{_count_words(config, part, old, new, first, last)}"
+        )
+
+
+def _epochs(order: Order) -> str:
+    epochs = "1 epoch" if order.epochs == 1 else f"{order.epochs} epochs"
+    return f"{epochs}, the last by itself" if order.separate_last else epochs
+
+
+def _count_words(config: RunConfig, part: PreparedSet, old: Order, new: Order, first: int, last: int) -> str:
+    """Returns what the change of order repeats and leaves out, as the end of a sentence; empty if it cannot be
+    counted."""
+    try:
+        pair = inspect_pair(part.prefix)
+    except CanzonaError:
+        return ""
+    lengths = pair.lengths[: pair.split_at(config.data.validation_fraction)]
+    if old.tokens != new.tokens or int(lengths.sum()) != new.tokens:
+        return ""
+    if max(new.epochs * len(lengths), old.epochs * len(lengths), new.samples, old.samples) > _MOST_COUNTED:
+        return ""
+    resumed = count_reads(lengths, [(old, 0, first), (new, first, last)], epochs=new.epochs)
+    whole = count_reads(lengths, [(new, 0, last)], epochs=new.epochs)
+    times = "once" if new.epochs == 1 else f"{new.epochs} times"
+    return (
+        f". Of {new.tokens:,} training tokens, {resumed.never:,} are then never read and {resumed.too_often:,} more "
+        f"than {times}; with one order for the whole run, {whole.never:,} and {whole.too_often:,}"
+    )
+
+
+def _order(config: RunConfig, part: PreparedSet, samples: int) -> Order:
+    return order_of(
+        tokens=max(1, part.train_tokens),
+        samples=samples,
+        seq_length=config.train.seq_length,
+        seed=config.train.seed,
+    )
+
+
+def _before(saved: DataPlan, part: PreparedSet) -> PreparedSet | None:
+    """Returns the set as it was in the checkpoint; None if the checkpoint does not know it."""
+    place = saved.place_of(part)
+    return None if place is None else saved.corpus.sets[place]
+
+
+def _differ(before: PreparedSet, now: PreparedSet) -> bool:
+    return bool(before.fingerprint and now.fingerprint) and before.fingerprint != now.fingerprint

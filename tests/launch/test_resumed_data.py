@@ -1,0 +1,115 @@
+"""A resumption compares its data with the checkpoint's: another tokenizer is refused, other text and another order are
+said with numbers."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.checkpoint.manifest import Progress
+from canzona_cli.cluster.fit import resolve
+from canzona_cli.config.compose import compose_run
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.data.corpus import ensure_corpus
+from canzona_cli.data.indexed import inspect_pair
+from canzona_cli.data.order import Reads, count_reads, order_of
+from canzona_cli.errors import ConfigError
+from canzona_cli.launch.resume import Resumption
+from canzona_cli.launch.resumed_data import data_changes
+from canzona_cli.run.corpus import DataPlan
+from tests.data.texts import prepare_documents
+
+LENGTH = 32
+STEP = 5
+BATCH = 8
+
+
+def run_of(folder: Path, *overrides: str) -> tuple[RunConfig, Layout]:
+    small = (f"train.seq_length={LENGTH}", f"train.global_batch_size={BATCH}", "train.steps=10", "gpus=1")
+    cache, data = f"data.cache_dir={folder / 'cache'}", f"data.path={folder / 'a'}"
+    where = () if any(override.startswith(("data.path", "data.blend")) for override in overrides) else (data,)
+    composed = compose_run(["recipe=qwen3-tiny", *small, cache, "data.validation_fraction=0.25", *where, *overrides])
+    return resolve(composed.config)
+
+
+def saved_at_step_five(config: RunConfig, layout: Layout) -> Resumption:
+    """The checkpoint of this run after step 5, with the description of its data."""
+    batch = layout.global_batch_size
+    return Resumption(
+        checkpoint=Path("run/checkpoints/step-00000005"),
+        progress=Progress(step=STEP, samples=STEP * batch, tokens=STEP * batch * LENGTH),
+        created=1.0,
+        of_this_run=True,
+        saved=config,
+        batch_before=batch,
+        data=DataPlan(corpus=ensure_corpus(config), samples=config.train.steps * batch),
+    )
+
+
+def changes(found: Resumption, config: RunConfig, layout: Layout) -> list[str]:
+    return data_changes(found, config, layout, ensure_corpus(config))
+
+
+def test_the_same_data_and_settings_are_no_change(tmp_path: Path) -> None:
+    prepare_documents(tmp_path, "a", documents=60, seed=0)
+    found = saved_at_step_five(*run_of(tmp_path))
+    for overrides in ((), ("train.eval_interval=0",), ("train.steps=12",), ("data.validation_fraction=0.25",)):
+        assert changes(found, *run_of(tmp_path, *overrides)) == [], overrides
+
+
+def test_another_tokenizer_is_refused_and_other_text_is_said_with_its_step(tmp_path: Path) -> None:
+    prepare_documents(tmp_path, "a", documents=60, seed=0)
+    found = saved_at_step_five(*run_of(tmp_path))
+    prepare_documents(tmp_path, "a", documents=60, seed=0, reverse=True)
+    (said,) = changes(found, *run_of(tmp_path))
+    assert f"{tmp_path / 'a'} has other text than up to step 5: also " in said
+    prepare_documents(tmp_path, "a", documents=70, seed=0)
+    (said,) = changes(found, *run_of(tmp_path))
+    assert "tokens in 70 documents now" in said
+    prepare_documents(tmp_path, "a", documents=60, seed=0, tokenizer="bpe")
+    for weights_only in (False, True):
+        with pytest.raises(ConfigError) as refused:
+            changes(replace(found, weights_only=weights_only), *run_of(tmp_path))
+        (problem,) = refused.value.problems
+        assert (problem.key, problem.value) == ("data.path", str(tmp_path / "a"))
+        assert "step-00000005 was trained on ids of byte (257 ids)" in problem.reason
+
+
+@pytest.mark.parametrize(
+    ("overrides", "batch", "steps"),
+    [(("train.global_batch_size=64",), 64, 10), (("train.global_batch_size=32", "train.steps=20"), 32, 20)],
+)
+def test_another_batch_is_priced_from_where_the_run_is(
+    tmp_path: Path, overrides: tuple[str, ...], batch: int, steps: int
+) -> None:
+    """Old steps have read the old batch: with 5 steps of 8 and 5 of 64, the run reads 360 samples, not 640."""
+    prefix = prepare_documents(tmp_path, "a", documents=60, seed=0)
+    found = saved_at_step_five(*run_of(tmp_path))
+    config, layout = run_of(tmp_path, *overrides)
+    (said,) = changes(found, config, layout)
+    assert said.startswith(f"{'train.steps=20, ' if steps == 20 else ''}train.global_batch_size={batch} changes")
+    pair = inspect_pair(prefix)
+    lengths = pair.lengths[: pair.split_at(0.25)]
+    needed, tokens = 40 + (steps - 5) * batch, int(lengths.sum())
+    old, new = (order_of(tokens=tokens, samples=samples, seq_length=LENGTH, seed=1234) for samples in (80, needed))
+    assert new.epochs == -(-(needed * LENGTH + 1) // tokens)
+    assert f"on: {new.epochs} epochs" in said
+    assert "instead of 1 epoch." in said
+    reads = count_reads(lengths, [(old, 0, 40), (new, 40, needed)], epochs=new.epochs)
+    assert isinstance(reads, Reads)
+    assert f"{reads.never:,} are then never read and {reads.too_often:,} more than {new.epochs} times" in said
+
+
+def test_other_weights_are_said_with_the_next_sample_of_each_set(tmp_path: Path) -> None:
+    for seed, name in enumerate(("a", "b", "c")):
+        prepare_documents(tmp_path, name, documents=60, seed=seed)
+
+    def blend(**weights: int) -> str:
+        return f"data.blend={{{','.join(f'{tmp_path / name}:{weight}' for name, weight in weights.items())}}}"
+
+    found = saved_at_step_five(*run_of(tmp_path, blend(a=9, b=1)))
+    assert changes(found, *run_of(tmp_path, blend(a=90, b=10))) == []
+    (said,) = changes(found, *run_of(tmp_path, blend(a=1, b=1)))
+    assert "from step 6 on, each set continues with its own next sample: a with its sample about 37, b" in said
+    (said,) = changes(found, *run_of(tmp_path, blend(b=1, c=1)))
+    assert said.endswith("b with its sample about 5, c with its sample 1")

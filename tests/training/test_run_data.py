@@ -1,0 +1,196 @@
+"""The samples that a run reads, on real files: Megatron's own, the held-out ones never, and after a resumption each
+set's next one."""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import pytest
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+from canzona_cli.checkpoint.manifest import Progress
+from canzona_cli.cluster.fit import resolve
+from canzona_cli.config.compose import compose_run
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.data.corpus import ensure_corpus
+from canzona_cli.errors import ConfigError
+from canzona_cli.run.corpus import DataPlan, PreparedCorpus
+from canzona_cli.training.data import Samples, _indices, build_datasets, build_validation, plan_data
+from tests.data.test_order import LENGTH, SEED, Ids
+from tests.data.texts import prepare_documents
+from tests.sizes import layout
+
+BATCH = 8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    for seed, name in enumerate(("a", "b")):
+        prepare_documents(folder, name, documents=60, seed=seed)
+    return folder
+
+
+def run_of(folder: Path, *overrides: str) -> tuple[RunConfig, PreparedCorpus]:
+    """A run of 10 steps of 8 sequences, a little more than an epoch of `a`."""
+    small = (f"train.seq_length={LENGTH}", f"train.global_batch_size={BATCH}", "train.steps=10", "gpus=1")
+    cache, data = f"data.cache_dir={folder / 'cache'}", f"data.path={folder / 'a'}"
+    where = () if any(override.startswith(("data.path", "data.blend")) for override in overrides) else (data,)
+    held_out = "data.validation_fraction=0.25"
+    composed = compose_run(["recipe=qwen3-tiny", *small, cache, held_out, *where, *overrides]).config
+    config, _ = resolve(composed)
+    return config, ensure_corpus(config)
+
+
+def blend(folder: Path, a: int, b: int) -> str:
+    return f"data.blend={{{folder / 'a'}:{a},{folder / 'b'}:{b}}}"
+
+
+def training(folder: Path, *overrides: str, plan: DataPlan | None = None) -> Samples:
+    config, corpus = run_of(folder, *overrides)
+    return build_datasets(config, corpus, cache=folder / "indices", plan=plan).train
+
+
+def tokens(samples: Samples, indices: Sequence[int]) -> list[list[int]]:
+    return [samples[index]["tokens"].tolist() for index in indices]
+
+
+def size(samples: Samples) -> int:
+    return len(samples)  # type: ignore[arg-type]
+
+
+def megatrons(folder: Path, names: str, shares: list[float] | None, samples: int, cache: Path) -> Samples:
+    config = GPTDatasetConfig(
+        random_seed=SEED,
+        sequence_length=LENGTH,
+        blend=([str(folder / name) for name in names], shares),
+        split="75,25,0",
+        path_to_cache=str(cache),
+        tokenizer=Ids(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        mid_level_dataset_surplus=max(0.005, (len(names) + 1 / min(shares or [1])) / samples),
+    )
+    built = BlendedMegatronDatasetBuilder(GPTDataset, [samples, 0, 0], lambda: True, config).build()[0]
+    assert isinstance(built, GPTDataset | BlendedDataset)
+    return cast(Samples, built)
+
+
+@pytest.mark.parametrize(("names", "shares"), [("a", None), ("ab", [0.75, 0.25])])
+def test_the_samples_are_megatrons_and_do_not_depend_on_validation(
+    folder: Path, tmp_path: Path, names: str, shares: list[float] | None
+) -> None:
+    data = () if shares is None else (blend(folder, 3, 1),)
+    expected = tokens(megatrons(folder, names, shares, 10 * BATCH, tmp_path), range(10 * BATCH))
+    for interval in (0, 5):
+        ours = training(folder, f"train.eval_interval={interval}", *data)
+        assert tokens(ours, range(10 * BATCH)) == expected, interval
+
+
+def test_a_validation_reads_the_same_held_out_samples_in_every_run(folder: Path) -> None:
+    found = []
+    for overrides in ((), ("train.seed=7",), ("train.global_batch_size=12",), ("train.steps=99", "gpus=4")):
+        config, corpus = run_of(folder, *overrides)
+        (part,) = build_validation(config, corpus, cache=folder / "indices")
+        assert part.count == size(part.samples) == (corpus.validation_tokens - 1) // LENGTH, "fewer than 64"
+        found.append(tokens(part.samples, range(part.count)))
+        few = replace(config, train=replace(config.train, eval_sequences=5))
+        assert build_validation(few, corpus, cache=folder / "indices")[0].count == 5
+    assert all(each == found[0] for each in found)
+    held_out = {tuple(row) for row in found[0]}
+    assert not held_out & {tuple(row) for row in tokens(training(folder, "train.eval_interval=0"), range(10 * BATCH))}
+
+
+@pytest.mark.parametrize(("batch", "steps"), [(4, 10), (16, 10), (2, 40), (8, 10)])
+def test_a_resumed_run_with_another_batch_has_a_sample_for_each_step_and_megatrons_order(
+    folder: Path, tmp_path: Path, batch: int, steps: int
+) -> None:
+    """Five steps of eight are done. The order is that of 40 samples and the rest at the new batch."""
+    overrides = (f"train.global_batch_size={batch}", f"train.steps={steps}")
+    config, corpus = run_of(folder, *overrides)
+    done = Progress(step=5, samples=40, tokens=40 * LENGTH)
+    saved = plan_data(*run_of(folder))
+    plan = plan_data(config, corpus, progress=done, saved=saved)
+    needed = 40 + (steps - 5) * batch
+    assert plan.samples == needed
+    train = training(folder, *overrides, plan=plan)
+    steps_of_rank = _indices(layout(micro=batch), 0, first_sample=40, sample_count=size(train))
+    assert len(steps_of_rank) >= steps - 5, "the last step has its samples"
+    read = [index for step in steps_of_rank[: steps - 5] for index in step]
+    assert read == [*range(40, needed)]
+    assert tokens(train, read) == tokens(megatrons(folder, "a", None, needed, tmp_path), read)
+    again = plan_data(config, corpus, progress=Progress(step=6, samples=40 + batch, tokens=0), saved=plan)
+    assert again == plan, "a later resumption has the same order"
+
+
+def test_with_other_weights_each_set_goes_on_with_its_own_next_sample(folder: Path) -> None:
+    """Also when it is resumed once more, and when a set is left out."""
+    config, corpus = run_of(folder, blend(folder, 7, 1))
+    blended = training(folder, blend(folder, 7, 1))
+    assert isinstance(blended, BlendedDataset)
+    read = [[int(place) for place, of in zip(blended.dataset_sample_index[:40], blended.dataset_index[:40], strict=True)
+             if of == number] for number in (0, 1)]  # fmt: skip
+    assert read == [[*range(len(each))] for each in read]
+    done = Progress(step=5, samples=40, tokens=0)
+    other = run_of(folder, blend(folder, 1, 1))
+    plan = plan_data(*other, progress=done, saved=plan_data(config, corpus))
+    assert (plan.blend_start, plan.set_starts) == (40, tuple(len(each) for each in read))
+    resumed = training(folder, blend(folder, 1, 1), plan=plan)
+    # In less than an epoch, the order of a set does not depend on the number of its samples.
+    alone = [tokens(training(folder, f"data.path={folder / name}"), range(80)) for name in ("a", "b")]
+    rest = tokens(resumed, range(40, 80))
+    for number, samples in enumerate(alone):
+        places = [samples.index(row) for row in rest if row in samples]
+        assert places == [*range(len(read[number]), len(read[number]) + 20)]
+
+    later = plan_data(*other, progress=Progress(step=7, samples=56, tokens=0), saved=plan)
+    assert later == replace(plan, samples=later.samples), "with the same weights the mixture goes on"
+    only_b = plan_data(
+        *run_of(folder, f"data.path={folder / 'b'}"), progress=Progress(step=7, samples=56, tokens=0), saved=plan
+    )
+    assert only_b.set_starts == (len(read[1]) + 8,)
+
+
+def test_an_index_belongs_to_its_data_and_is_whole_or_built_again(tmp_path: Path) -> None:
+    """The documents in the opposite order: the same path and the same totals."""
+    prepare_documents(tmp_path, "a", documents=60, seed=0)
+    tokens(training(tmp_path), range(80))
+    prepare_documents(tmp_path, "a", documents=60, seed=0, reverse=True)
+    found = tokens(training(tmp_path), range(80))
+    folders = sorted((tmp_path / "indices").iterdir())
+    shutil.copytree(tmp_path / "indices", tmp_path / "whole")
+    shutil.rmtree(tmp_path / "indices")
+    assert found == tokens(training(tmp_path), range(80)), "as with no index of other data"
+
+    for broken in ("truncated", "flipped", "missing"):
+        for index in (tmp_path / "indices").iterdir():
+            file = next(path for path in index.iterdir() if path.name.endswith("sample_index.npy"))
+            content = bytearray(file.read_bytes())
+            content[-5] ^= 1
+            if broken == "missing":
+                file.unlink()
+            else:
+                file.write_bytes(content if broken == "flipped" else content[:-9])
+        assert tokens(training(tmp_path), range(80)) == found, broken
+    partial = tmp_path / "indices" / f".{folders[0].name}.partial"
+    partial.mkdir()
+    (partial / "half").write_text("killed")
+    shutil.rmtree(tmp_path / "indices" / folders[0].name, ignore_errors=True)
+    assert tokens(training(tmp_path), range(80)) == found
+    assert not [path for path in (tmp_path / "indices").iterdir() if path.name.startswith(".") and path != partial]
+
+
+def test_one_set_under_two_names_is_refused(folder: Path, tmp_path: Path) -> None:
+    for end in (".bin", ".idx", ".json"):
+        shutil.copy(folder / f"a{end}", tmp_path / f"copy{end}")
+    (tmp_path / "link").symlink_to(folder)
+    for other in (tmp_path / "copy", tmp_path / "link" / "a"):
+        with pytest.raises(ConfigError) as refused:
+            run_of(folder, f"data.blend={{{folder / 'a'}:1,{other}:1}}")
+        assert "same contents" in refused.value.problems[0].reason
