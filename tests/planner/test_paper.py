@@ -105,7 +105,7 @@ def test_a_plan_of_the_paper_has_its_own_owners_and_groups(size: Size, gpus: int
 
 @pytest.mark.parametrize("strategy", ["paper", "asc"])
 def test_baselines_have_every_collective_and_every_size_of_bucket(strategy: Strategy) -> None:
-    """On many owners, rings and buckets of another size than Megatron's are faster, for these strategies too."""
+    """Checks a run with many owners, for which rings and buckets of another size than Megatron's are faster."""
     config, mesh = resolve(run("14b", 256, strategy=strategy, tp=2, pp=1, micro_batch_size=1))
     default = bucket_elements(config, mesh)
     engine, parallel = replace(config.engine, reduction="reduce"), replace(config.parallel, bucket_elements=default)
