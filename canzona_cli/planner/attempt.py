@@ -118,11 +118,15 @@ class Attempt:
         return self._candidate(self._balanced(self._default_limit), self._default_limit, exposure).seconds
 
     @property
+    def _several_owners(self) -> bool:
+        layout = self._layout
+        return layout.owners > 1 or (layout.ep > 1 and layout.expert_owners > 1)
+
+    @property
     def _by_owner(self) -> bool:
         """True if there are several owners, and buckets are laid out by owner."""
-        settings, layout = self._settings, self._layout
-        several = layout.owners > 1 or (layout.ep > 1 and layout.expert_owners > 1)
-        return settings.strategy == "canzona" and settings.layout == "owner" and several
+        settings = self._settings
+        return settings.strategy == "canzona" and settings.layout == "owner" and self._several_owners
 
     def _best(self, exposure: Exposure) -> Candidate:
         """Returns the first candidate that is as fast as the fastest, up to `ALIKE`.
@@ -154,7 +158,7 @@ class Attempt:
         have the same buckets.
         """
         default = self._default_limit
-        if default is None or not (self._resizes and self._by_owner and exposure.reductions.rings):
+        if default is None or not (self._resizes and self._several_owners and exposure.reductions.rings):
             return default
         limits = bucket_limits(default)
         updates_s = dict(enumerate(self._bounds))

@@ -17,7 +17,7 @@ from canzona_cli.costs.sharing import SharedCosts
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.packing import HostPacker
-from canzona_cli.planner.paper import paper_groups
+from canzona_cli.planner.paper import largest_first, paper_groups
 from canzona_cli.planner.pipeline import HostedPipeline, Job, Loads
 from canzona_cli.planner.plan import Assignment, Cell, MicroGroup, PlanSettings
 
@@ -222,7 +222,7 @@ def _find_groups(
         # If a memory cap or sharing led to hosts other than the greedy choice, the groups are cut for these.
         hosts = {job.matrix.index: job.host for group in chosen for job in group}
         if hosts != {job.matrix.index: job.host for job in jobs}:
-            chosen = _cut(jobs, tp, capacity)
+            chosen = _cut(largest_first(jobs), tp, capacity)
     return pipeline.seconds(chosen, experts_s=experts_s), chosen
 
 

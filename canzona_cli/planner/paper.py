@@ -1,16 +1,16 @@
-"""Strategy `paper`: the engine of the paper (arXiv 2602.06079), as far as its abstract and summaries describe
-it.
+"""Strategy `paper`: who updates what, and when, in the paper (arXiv 2602.06079) and in its authors' code
+(github.com/liangyuwang/Megatron-Canzona).
 
 Every bucket is cut between matrices, in Megatron's order, into one share for each owner. alpha = 0 balances
-the elements of each bucket, alpha = 1 the total. An owner's matrices then join micro-groups in registration
-order, each on the host with the fewest elements. A group is closed before the matrix that would take a host
-above C_max. canzona's additions are not used: matrices are not shared, buckets are not reduced in rings
-(unless `engine.reduction` is ring), and owners are not reordered. The cost model is used only to choose C_max
-if the user sets none.
+the elements of each bucket, alpha = 1 the total. An owner's matrices then join micro-groups, the largest
+first, each on the host with the fewest elements. A matrix that would take its host above C_max opens the next
+group. The cost model is used only to choose the size of buckets, their collectives and C_max, like those of
+every plan, unless the user sets them. Matrices are not shared, and owners are not reordered. The
+manual lists how the authors' code differs from this strategy.
 """
 
 import heapq
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -36,8 +36,8 @@ def balanced_cuts(buckets: Sequence[Sequence[float]], owners: int, alpha: float)
     """Cuts each bucket into consecutive shares, one for each owner; returns the owner of each piece of each
     bucket.
 
-    alpha = 0 balances every bucket, alpha = 1 the total over buckets. If `even_start` for every bucket leaves
-    less weight on the fullest owner, its result is returned instead.
+    alpha = 0 balances every bucket, alpha = 1 the total over buckets. Unless this leaves less weight on the
+    fullest owner than `even_start` for every bucket, the result of `even_start` is returned instead.
 
     Args:
         buckets: the weights of each bucket's pieces, in natural order.
@@ -60,7 +60,7 @@ def balanced_cuts(buckets: Sequence[Sequence[float]], owners: int, alpha: float)
         for weight, owner in zip(weights, owners_of[index], strict=True):
             loads[owner] += weight
     even = [even_start(weights, owners) for weights in buckets]
-    return owners_of if max(loads) <= _fullest(buckets, even, owners) else even
+    return owners_of if max(loads) < _fullest(buckets, even, owners) else even
 
 
 def _fullest(buckets: Sequence[Sequence[float]], owned: Sequence[Sequence[int]], owners: int) -> float:
@@ -86,43 +86,28 @@ def greedy_hosts(matrices: Sequence[Matrix], indices: Sequence[int], tp: int, ca
     return [hosts[index] for index in indices]
 
 
+def largest_first(jobs: Sequence[Job]) -> list[Job]:
+    """Sorts jobs by elements, the paper's cost, and then by index, both descending."""
+    return sorted(jobs, key=lambda job: (job.matrix.elements, job.matrix.index), reverse=True)
+
+
 def paper_groups(jobs: Sequence[Job], tp: int, capacity: int | None) -> list[list[Job]]:
-    """Makes the paper's micro-groups: jobs join the open group in order, as long as no host exceeds C_max.
-    Returns the jobs of each group, with their new hosts.
+    """Makes the micro-groups of the authors' mode `global`; returns the jobs of each group, with their new
+    hosts.
 
-    For every job, the whole open group is placed again, largest first, each job on the host with the fewest
-    elements. If a host would then hold more than C_max (`capacity`, in elements), the last job is taken back
-    and opens the next group.
+    Jobs join the open group largest first, each on the host with the fewest elements in this group. A job
+    that would take its host above C_max (`capacity`, in elements) opens the next group instead. The authors'
+    code places the whole group anew for every job, which has the same result, because no job is larger than
+    the jobs before it.
     """
-    groups: list[dict[int, int]] = []
-    opened: list[tuple[int, int]] = []
-    for job in jobs:
-        # The open group is placed again each time, because a large job may displace smaller jobs added before
-        # it.
-        insort(opened, (-job.matrix.elements, job.matrix.index))
-        hosts = _place_least_full(opened, tp, capacity) if groups else None
-        if hosts is None:
-            opened = [(-job.matrix.elements, job.matrix.index)]
-            groups.append({job.matrix.index: 0})
-        else:
-            groups[-1] = hosts
-    by_index = {job.matrix.index: job for job in jobs}
-    return [[replace(by_index[index], host=host) for index, host in sorted(group.items())] for group in groups]
-
-
-def _place_least_full(ranked: Sequence[tuple[int, int]], tp: int, capacity: int | None) -> dict[int, int] | None:
-    """Places matrices largest first onto the host with the fewest elements; returns each matrix's host, or
-    None if a host would exceed `capacity`.
-
-    Args:
-        ranked: (-elements, index) of each matrix, ascending.
-    """
-    heap = [(0, host) for host in range(tp)]
-    hosts = {}
-    for elements, index in ranked:
-        held, host = heap[0]
-        if capacity is not None and held - elements > capacity:
-            return None
-        heapq.heapreplace(heap, (held - elements, host))
-        hosts[index] = host
-    return hosts
+    groups: list[list[Job]] = []
+    held: list[tuple[int, int]] = []
+    for job in largest_first(jobs):
+        elements = job.matrix.elements
+        if not groups or (capacity is not None and held[0][0] + elements > capacity):
+            groups.append([])
+            held = [(0, host) for host in range(tp)]
+        least, host = held[0]
+        heapq.heapreplace(held, (least + elements, host))
+        groups[-1].append(replace(job, host=host))
+    return groups

@@ -269,11 +269,10 @@ class ReductionModel:
         return self._group if bucket.expert_rank is None else self._experts
 
     def choose(self, buckets: Iterable[Bucket], settings: PlanSettings) -> tuple[Bucket, ...]:
-        """Chooses how each bucket is reduced and gathered. In canzona's plans on GPUs, if `engine.reduction`
-        is not set, a bucket uses a ring if a ring is faster by enough (`WORTH`). All other buckets are as in
-        `uniform_buckets`."""
+        """Chooses how each bucket is reduced and gathered. On GPUs, if `engine.reduction` is not set, a bucket
+        uses a ring if a ring is faster by enough (`WORTH`). All other buckets are as in `uniform_buckets`."""
         uniform = uniform_buckets(buckets, settings)
-        if settings.reduction or settings.strategy != "canzona" or not self.rings:
+        if settings.reduction or not self.rings:
             return uniform
         streams = groupby(uniform, key=lambda bucket: (bucket.stage, bucket.expert_rank))
         return tuple(bucket for _, of_stream in streams for bucket in self._choose_ways(list(of_stream)))
@@ -288,7 +287,7 @@ class ReductionModel:
         """
         chosen = self.choose(buckets, settings)
         yield chosen
-        if settings.reduction or settings.strategy != "canzona" or not self.rings:
+        if settings.reduction or not self.rings:
             return
         rings = tuple(replace(bucket, reduction="ring", gathering="ring") for bucket in chosen)
         yield from (way for way in (rings, uniform_buckets(buckets, settings)) if way != chosen)

@@ -129,10 +129,10 @@ def test_too_small_a_capacity_names_the_least_that_works() -> None:
     _plan(matrices, grid(2, 1), "auto", int(4.6875 * (1 << 20)))
 
 
-def test_greedy_rolls_back_what_overfills_a_host() -> None:
+def test_greedy_opens_a_group_for_what_would_overfill_a_host() -> None:
     matrices = transformer(1, 64, 64, 64)  # seven alike
     found, groups = _plan(matrices, grid(2, 1), "greedy", 2 * 64 * 64 * 4)
-    assert [group.matrices for group in groups] == [(0, 1, 2, 3), (4, 5, 6)]
+    assert [group.matrices for group in groups] == [(6, 5, 4, 3), (2, 1, 0)]
     assert [found.cells[index].host for index in range(7)] == [0, 1, 0, 1, 0, 1, 0]
 
 

@@ -3,8 +3,11 @@
 import sys
 from pathlib import Path
 
+import paper
 import pytest
 
+from canzona_cli.costs.buffers import bucket_elements
+from canzona_cli.planner.make import settings
 from tests.commands.support import ran
 
 pytestmark = pytest.mark.sweep
@@ -29,21 +32,33 @@ def printed() -> str:
     return ran(sys.executable, "scripts/paper.py", *asked, cwd=ROOT).stdout
 
 
-def test_every_claim_has_ours_beside_it_at_both_model_points(printed: str) -> None:
+def test_every_claim_has_ours_beside_it_at_every_model_point(printed: str) -> None:
     claims = [row for row in _tables(printed)["Claims"] if row[0] != "claim"]
-    assert [row[2] for row in claims] == ["1.57x", "1.57x", "5.8x", "5.8x", "over 30x", "over 30x"]
+    assert [row[2] for row in claims] == [*["1.57x"] * 4, *["5.8x"] * 4, *["over 30x"] * 2]
     assert all(cell == "-" or float(cell.rstrip("x!")) > 0 for row in claims for cell in row[3:])
 
 
 def test_strategies_and_both_curves_are_there_and_what_is_not_known_is_said(printed: str) -> None:
     tables = _tables(printed)
     points = [rows for heading, rows in tables.items() if "tokens a step" in heading]
-    assert [len(rows) - 1 for rows in points] == [7, 7]
+    assert [len(rows) - 1 for rows in points] == [7] * 4
     for heading, values in (("alpha on 16 GPUs", 5), ("C_max on 16 GPUs", 5), ("C_max on 4 GPUs", 5)):
         (rows,) = (rows for name, rows in tables.items() if name.startswith(heading))
         assert len(rows) - 1 == 2 * values, "the paper's engine and canzona"
-    assert "were not at hand" in printed
+    assert "not at hand" in printed
     assert "ours are simulated" in printed
+
+
+def test_the_authors_script_is_a_preset_with_a_micro_batch_that_its_batch_allows() -> None:
+    """On DP 32, the script's micro-batch of 8 would need a batch of 256."""
+    for data_ranks, size in ((32, 4), (16, 8), (8, 8)):
+        for splitting, words in (("split", "gate and up split"), ("fused", "nothing split")):
+            overrides = paper.points_of(data_ranks)[f"`train.sh`, {words}"]
+            config, layout = paper.resolved("recipe=qwen3-32b", f"gpus={8 * data_ranks}", "parallel.tp=8", *overrides)
+            assert (layout.micro_batch_size, layout.global_batch_size, layout.recompute) == (size, 128, "none")
+            assert (config.train.seq_length, config.engine.splitting) == (2048, splitting)
+            assert bucket_elements(config, layout) == 400_000_000
+            assert settings(config).capacity(config.exchange_bytes) == 400 * 1024 * 1024
 
 
 def test_alpha_balances_the_papers_engine_and_small_groups_are_more(printed: str) -> None:

@@ -76,7 +76,7 @@ class EngineConfig:
     ] = 1.0
     grouping: Annotated[
         Grouping,
-        "How matrices are divided into micro-groups: greedy (with rollback, as in the paper) or auto (by search).",
+        "How matrices are divided into micro-groups: greedy (largest first, as the paper's code) or auto (by search).",
     ] = "auto"
     mode: Annotated[
         Literal["auto"] | Mode,
