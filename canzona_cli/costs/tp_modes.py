@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from heapq import heapify, heapreplace
-from operator import attrgetter
 
 from canzona_cli.config.schema import ClusterConfig
 from canzona_cli.costs.links import Group, Links, Transfer
@@ -95,7 +94,7 @@ def homes(members: Sequence[Matrix], tp: int) -> list[list[Matrix]]:
         weights.setdefault(matrix.parameter, []).append(matrix)
 
     def cost(parts: Sequence[Matrix]) -> int:
-        m, n = sorted((sum(map(attrgetter("rows"), parts)), parts[0].cols))
+        m, n = sorted((sum(matrix.rows for matrix in parts), parts[0].cols))
         return n * m * m
 
     homes_of: list[list[Matrix]] = [[] for _ in range(tp)]

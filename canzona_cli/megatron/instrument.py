@@ -77,7 +77,7 @@ def attach(chunks: Wrapped, optimizer: MegatronOptimizer | None, timer: PhaseTim
     for leaf in leaves(optimizer):
         phase: Phase = "matrix_update" if isinstance(leaf.optimizer, OrthogonalizedOptimizer) else "adamw_update"
         _wrap(leaf, "step_with_ready_grads", functools.partial(timer.phase, phase))
-    _time_tp_exchange(timer, world)
+    _time_tp_exchange(timer)
 
 
 class MegatronTimers:
@@ -197,7 +197,7 @@ def mark_dispatch_waits(chunks: Sequence[torch.nn.Module], timer: PhaseTimer) ->
             _wrap(dispatcher, name, lambda *_, **__: timer.waiting())
 
 
-def _time_tp_exchange(timer: PhaseTimer, world: World) -> None:
+def _time_tp_exchange(timer: PhaseTimer) -> None:
     """Wraps the collectives with which Megatron's Muon exchanges data between TP ranks within an update, so that
     their time is attributed to `exchange`: `all_gather` of fragments in the mode `duplicated`, `all_reduce` of
     norms and squares in the mode `distributed`. The calls are synchronous."""
@@ -209,8 +209,10 @@ def _time_tp_exchange(timer: PhaseTimer, world: World) -> None:
     def gather(tensor_list: list[torch.Tensor], *_: object, **__: object) -> AbstractContextManager[None]:
         return exchange(len(tensor_list) > 1)
 
-    def reduce(*_: object, group: object = None, **__: object) -> AbstractContextManager[None]:
-        return exchange(group is world.groups.tp and world.layout.tp > 1)
+    def reduce(
+        *_: object, group: torch.distributed.ProcessGroup | None = None, **__: object
+    ) -> AbstractContextManager[None]:
+        return exchange(group is not None and group.size() > 1)
 
     _wrap(torch.distributed, "all_gather", gather)
     _wrap(torch.distributed, "all_reduce", reduce)
