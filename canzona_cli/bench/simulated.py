@@ -87,6 +87,7 @@ class SimulatedCell:
                     "iteration_s": best.iteration_s,
                     "optimizer_s": best.optimizer_s,
                     "memory_bytes": best.memory_bytes,
+                    "muon_tp_mode": best.tp_mode,
                     "canzona_over_it": self.overhead(name),
                 }
                 for name, best in self.yardsticks.items()

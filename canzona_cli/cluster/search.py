@@ -14,9 +14,15 @@ from operator import attrgetter
 
 from canzona_cli.cluster.gpus import with_layers_here
 from canzona_cli.cluster.remembered import remember, search_file
-from canzona_cli.config.execution import AnyStrategy, with_strategy
+from canzona_cli.config.execution import (
+    RELEASED_TP_MODES,
+    AnyStrategy,
+    has_tp_modes,
+    with_strategy,
+    with_tp_mode,
+)
 from canzona_cli.config.layout_rules import divisors, layout_problems, may_have_whole_experts, possible_tp
-from canzona_cli.config.schema import Execution, Layout, Recompute, RunConfig
+from canzona_cli.config.schema import Execution, Layout, MuonTpMode, Recompute, RunConfig
 from canzona_cli.config.settings import problem_with, with_own_values
 from canzona_cli.config.stages import possible_pp, possible_vpp
 from canzona_cli.costs.buffers import default_bucket_elements
@@ -246,6 +252,8 @@ class LayoutResult:
     """The bytes on the fullest rank."""
     spent: IterationParts
     """The parts of the slowest rank's iteration."""
+    tp_mode: MuonTpMode | None = None
+    """The mode of Megatron's Muon; None for strategies that do not use it, and with one TP rank."""
 
     @property
     def per_sequence_s(self) -> float:
@@ -286,18 +294,22 @@ def fastest_with(config: RunConfig, strategy: AnyStrategy, planned: Layout) -> L
     """Returns the fastest layout of the run with another strategy, which needs no plan; None if no layout
     fits in memory.
 
-    The planned layout is always simulated too, because a search with a limit on simulations may miss it. On
-    GPUs, the fastest layout is also simulated with the bucket sizes that are tried for plans, because a user
-    of this strategy could set them with `parallel.bucket_elements`.
+    Megatron's Muon is simulated in every mode that the supported Megatron can run. The planned layout is
+    always simulated too, because a search with a limit on simulations may miss it. On GPUs, the fastest
+    layout is also simulated with the bucket sizes that are tried for plans, because a user of this strategy
+    could set them with `parallel.bucket_elements`.
     """
     other = with_strategy(config, strategy)
-    same_layout = _simulate(other, planned) if estimate(other, planned).fits else None
-    results = [*search(other).best, *([same_layout.complete()] if same_layout else [])]
+    runs = [with_tp_mode(other, mode) for mode in RELEASED_TP_MODES] if has_tp_modes(other) else [other]
+    same_layout = [_simulate(run, planned) for run in runs if estimate(run, planned).fits]
+    searched = [result for run in runs for result in search(run).best]
+    results = [*searched, *(simulated.complete() for simulated in same_layout if simulated)]
     fastest = min(results, key=lambda result: result.per_sequence_s, default=None)
     if fastest is None or config.cluster.device == "cpu" or config.parallel.bucket_elements is not None:
         return fastest
     # `fastest` already has the first size, the default.
     _, *bucket_sizes = bucket_limits(default_bucket_elements(fastest.layout.owners))
+    other = with_tp_mode(other, fastest.tp_mode or other.engine.muon_tp_mode)
     runs = [replace(other, parallel=replace(other.parallel, bucket_elements=size)) for size in bucket_sizes]
     simulated = [_simulate(run, fastest.layout) for run in runs if estimate(run, fastest.layout).fits]
     return min([fastest, *(result.complete() for result in simulated if result)], key=lambda result: result.iteration_s)
@@ -411,6 +423,7 @@ class _SimulatedLayout:
             optimizer_s=self.result.optimizer_s,
             memory_bytes=memory_of(run, layout, plan).total,
             spent=divide_iteration(run, layout, self.result),
+            tp_mode=run.engine.muon_tp_mode if layout.tp > 1 and has_tp_modes(run) else None,
         )
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import get_args
 
+from canzona_cli.config.execution import RELEASED_TP_MODES, has_tp_modes
 from canzona_cli.config.layout_rules import layout_problems
 from canzona_cli.config.schema import STANDARD_ONLY, Collective, CustomConfig, Execution, MomentumConfig, RunConfig
 from canzona_cli.config.secrets import safety_problems
@@ -107,6 +108,10 @@ def _engine_problems(config: RunConfig) -> Iterator[Problem]:
     if isinstance(optimizer, MomentumConfig) and optimizer.form == "gram" and optimizer.coefficients in STANDARD_ONLY:
         reason = f"is numerically unstable with optimizer.coefficients={optimizer.coefficients}"
         yield Problem("optimizer.form", reason, "use optimizer.form=auto, or optimizer.coefficients=quintic")
+    if config.engine.muon_tp_mode not in RELEASED_TP_MODES and has_tp_modes(config):
+        reason = "is a mode of Megatron-LM's main branch, which Megatron-core 0.19 cannot run"
+        fix = f"use {' or '.join(RELEASED_TP_MODES)}; `canzona plan` shows the simulated time of all modes"
+        yield Problem("engine.muon_tp_mode", reason, fix)
     if config.execution is not Execution.LAYERWISE:
         return
     name = config.optimizer.name

@@ -3,7 +3,16 @@
 from dataclasses import replace
 from typing import Literal
 
-from canzona_cli.config.schema import AdamWConfig, Dispatcher, Execution, Layout, RunConfig, Splitting, Strategy
+from canzona_cli.config.schema import (
+    AdamWConfig,
+    Dispatcher,
+    Execution,
+    Layout,
+    MuonTpMode,
+    RunConfig,
+    Splitting,
+    Strategy,
+)
 
 AnyStrategy = Strategy | Literal["adamw"]
 """The strategies of matrix optimizers, and AdamW, the baseline for their overhead."""
@@ -12,6 +21,9 @@ PLANNED: tuple[Strategy, ...] = ("canzona", "paper", "asc")
 IN_ORDER: tuple[Strategy, ...] = ("paper", "asc")
 """The strategies that ignore `engine.layout` and keep Megatron's order of buckets, and that update every
 matrix on its host."""
+
+RELEASED_TP_MODES: tuple[MuonTpMode, ...] = ("duplicated", "distributed")
+"""The values of `engine.muon_tp_mode` that the supported Megatron-core can run."""
 
 
 def strategy_of(config: RunConfig) -> AnyStrategy:
@@ -31,6 +43,25 @@ def splitting_of(config: RunConfig) -> Splitting:
 def dispatcher_of(config: RunConfig) -> Dispatcher:
     """Returns the method that sends tokens to experts on other ranks."""
     return config.parallel.dispatcher or "alltoall"
+
+
+def has_tp_modes(config: RunConfig) -> bool:
+    """Returns True if Megatron's own Muon updates the matrices, so that `engine.muon_tp_mode` has an effect with
+    several TP ranks."""
+    return config.optimizer.name == "muon" and config.execution in (Execution.LAYERWISE, Execution.MEGATRON_SC)
+
+
+def tp_mode_of(config: RunConfig, tp: int) -> MuonTpMode:
+    """Returns how TP ranks divide the updates of a run without a plan. With one TP rank, and in code that has no
+    other mode, every rank updates whole matrices."""
+    return config.engine.muon_tp_mode if tp > 1 and has_tp_modes(config) else "duplicated"
+
+
+def with_tp_mode(config: RunConfig, mode: MuonTpMode) -> RunConfig:
+    """Returns the run with this `engine.muon_tp_mode`."""
+    if config.engine.muon_tp_mode == mode:
+        return config
+    return replace(config, engine=replace(config.engine, muon_tp_mode=mode))
 
 
 def overlaps_param_gather(config: RunConfig) -> bool:

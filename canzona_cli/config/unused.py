@@ -5,6 +5,7 @@ If an ignored setting was meant to change what is trained, the run is refused; o
 
 from collections.abc import Iterator
 
+from canzona_cli.config.execution import has_tp_modes
 from canzona_cli.config.overrides import override_text
 from canzona_cli.config.schema import CustomConfig, Execution, MomentumConfig, RunConfig
 from canzona_cli.config.settings import value_of, with_own_values
@@ -85,6 +86,8 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
     tp = config.parallel.tp
     if tp == 1 and "engine.exchange_dtype" in explicit and not has_no_plan:
         yield "engine.exchange_dtype is ignored: with parallel.tp=1 there is no exchange between TP ranks"
+    if "engine.muon_tp_mode" in explicit and (why := _no_tp_modes(config)):
+        yield f"engine.muon_tp_mode is ignored: {why}"
     if tp is not None and tp > config.cluster.gpus_per_node:
         yield f"parallel.tp={tp} spans several nodes of {config.cluster.gpus_per_node} ranks: it will be slow"
     if "parallel.dispatcher" in explicit and (config.model.num_experts == 0 or config.parallel.ep == 1):
@@ -124,6 +127,16 @@ def _optimizer_warnings(config: RunConfig, explicit: frozenset[str]) -> Iterator
     if config.optimizer.lr > (highest := config.optimizer.PLAUSIBLE_LR):
         name = config.optimizer.name
         yield f"optimizer.lr={config.optimizer.lr:g} is above {highest:g}: with {name}, training will probably diverge"
+
+
+def _no_tp_modes(config: RunConfig) -> str:
+    """Returns the reason why `engine.muon_tp_mode` has no effect on a run; empty if it has one, or may have one once
+    the layout is known."""
+    if has_tp_modes(config):
+        return "with parallel.tp=1 there are no TP ranks to divide updates" if config.parallel.tp == 1 else ""
+    if config.execution is Execution.ADAMW or config.optimizer.name != "muon":
+        return f"optimizer is {config.optimizer.name}, and only Megatron's own Muon has such modes"
+    return f"engine.strategy is {config.engine.strategy}, and only Megatron's own Muon (layerwise, sc) has such modes"
 
 
 def _no_plan(config: RunConfig) -> str:

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
-from canzona_cli.config.execution import splitting_of
+from canzona_cli.config.execution import splitting_of, tp_mode_of
 from canzona_cli.config.schema import Execution, Layout, Mesh, ModelConfig, Recompute, RunConfig
 from canzona_cli.config.stages import chunk_layers, stage_layers
 from canzona_cli.costs.scratch import FP32, momentary_bytes
@@ -248,6 +248,11 @@ def _output_layer(config: RunConfig, logits: int, stream: int, weights: int) -> 
     return max(loss, width * (logits + stream + weights))
 
 
+HOME_BYTES = 16
+"""The bytes of fp32 copies per element that a home receives, updates and sends back in Megatron's mode layer_sharded:
+the momentum, the update, and the two buffers of the way back. A home's share of elements is that of a fragment."""
+
+
 def _step_bytes(config: RunConfig, algorithm: Algorithm, layout: Layout, weights: StageWeights) -> tuple[int, int]:
     """Counts the bytes of `Transient.update` and `Transient.adamw`.
 
@@ -266,7 +271,11 @@ def _step_bytes(config: RunConfig, algorithm: Algorithm, layout: Layout, weights
     adamw = copies if config.cluster.fused_layers else copies + share
     if execution is Execution.ADAMW:
         return adamw, 0
-    return copies + momentary_bytes(config, algorithm), adamw if execution.ours else 0
+    update = momentary_bytes(config, algorithm)
+    if tp_mode_of(config, layout.tp) == "layer_sharded":
+        dense = weights.matrices - weights.experts
+        update = max(update, HOME_BYTES * (dense // layout.owners if execution.has_owners else dense))
+    return copies + update, adamw if execution.ours else 0
 
 
 def stream_elements(config: RunConfig, layout: Layout) -> int:

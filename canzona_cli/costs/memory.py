@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 
-from canzona_cli.config.execution import IN_ORDER
+from canzona_cli.config.execution import IN_ORDER, with_tp_mode
 from canzona_cli.config.schema import Execution, Layout, ModelConfig, RunConfig
 from canzona_cli.config.stages import chunk_layers, stage_layers
 from canzona_cli.costs.buffers import StageWeights, bucket_elements, stage_weights, stored_shapes, transient
@@ -129,7 +129,9 @@ def estimate(config: RunConfig, layout: Layout) -> MemoryEstimate:
 
 
 def _stage_parts(config: RunConfig, algorithm: Algorithm, layout: Layout, stage: int) -> dict[str, int]:
-    weights, gradients, optimizer, exchange = _lasting(config, algorithm, layout.bare, stage)
+    # Cached for all modes of Megatron's Muon, on which only transient memory depends.
+    without_mode = with_tp_mode(config, "duplicated")
+    weights, gradients, optimizer, exchange = _lasting(without_mode, algorithm, layout.bare, stage)
     lasting = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
     return {**lasting, **transient(config, algorithm, layout, stage).parts(), "exchange": exchange}
 

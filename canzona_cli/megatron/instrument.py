@@ -198,12 +198,21 @@ def mark_dispatch_waits(chunks: Sequence[torch.nn.Module], timer: PhaseTimer) ->
 
 
 def _time_tp_exchange(timer: PhaseTimer) -> None:
-    """Wraps `torch.distributed.all_gather`, with which Megatron's Muon in mode `duplicated` gathers TP
-    fragments within an update, so that its time is attributed to `exchange`. The call is synchronous."""
+    """Wraps the collectives with which Megatron's Muon exchanges data between TP ranks within an update, so that
+    their time is attributed to `exchange`: `all_gather` of fragments in the mode `duplicated`, `all_reduce` of
+    norms and squares in the mode `distributed`. The calls are synchronous."""
 
-    def exchange(tensor_list: list[torch.Tensor], *_: object, **__: object) -> AbstractContextManager[None]:
-        # With one TP rank Megatron still calls it, but nothing is communicated.
-        communicates = timer.current == "matrix_update" and len(tensor_list) > 1
-        return timer.phase("exchange") if communicates else nullcontext()
+    def exchange(communicates: bool) -> AbstractContextManager[None]:
+        return timer.phase("exchange") if communicates and timer.current == "matrix_update" else nullcontext()
 
-    _wrap(torch.distributed, "all_gather", exchange)
+    # In groups of one rank Megatron still calls them, but nothing is communicated.
+    def gather(tensor_list: list[torch.Tensor], *_: object, **__: object) -> AbstractContextManager[None]:
+        return exchange(len(tensor_list) > 1)
+
+    def reduce(
+        *_: object, group: torch.distributed.ProcessGroup | None = None, **__: object
+    ) -> AbstractContextManager[None]:
+        return exchange(group is not None and group.size() > 1)
+
+    _wrap(torch.distributed, "all_gather", gather)
+    _wrap(torch.distributed, "all_reduce", reduce)

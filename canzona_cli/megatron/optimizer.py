@@ -24,7 +24,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, Par
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
-from canzona_cli.config.execution import aligns_param_gather, overlaps_param_gather
+from canzona_cli.config.execution import aligns_param_gather, overlaps_param_gather, tp_mode_of
 from canzona_cli.config.schema import Execution, MuonConfig, OptimizerBase, Precision, RunConfig
 from canzona_cli.costs.buffers import bucket_elements
 from canzona_cli.errors import Problem, Unsupported, refuse
@@ -159,9 +159,9 @@ def build_optimizer(chunks: Wrapped, config: RunConfig, world: World) -> Megatro
             "muon_scale_mode": optimizer.scale_mode,
             "muon_extra_scale_factor": optimizer.scale_factor,
             "muon_split_qkv": config.engine.splitting != "fused",
-            # Megatron's default, blockwise, orthogonalises each TP fragment separately, so the update depends
-            # on tp.
-            "muon_tp_mode": "duplicated",
+            # Never Megatron's default, blockwise, which orthogonalises each TP fragment separately, so that the
+            # update depends on tp.
+            "muon_tp_mode": tp_mode_of(config, world.layout.tp),
             "muon_fp32_matmul_prec": "medium" if config.train.precision == "bf16" else "highest",
             "use_distributed_optimizer": False,
             "use_layer_wise_distributed_optimizer": config.execution is Execution.LAYERWISE,

@@ -20,7 +20,7 @@ _SHOWN = 4
 _MODES = {
     "blockwise": "each TP rank orthogonalises its own fragment, so updates depend on TP; canzona's do not",
     "duplicated": "each TP rank gathers and updates whole matrices",
-    "distributed": "not simulated; the figures shown are for duplicated",
+    "distributed": "each TP rank updates its fragment, and squares are all-reduced",
 }
 
 

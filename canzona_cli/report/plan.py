@@ -20,7 +20,7 @@ from canzona_cli.run.breakdown import describes_machine
 from canzona_cli.run.corpus import PreparedCorpus, supply
 from canzona_cli.run.phases import LABELS
 from canzona_cli.run.words import MISSING, count, milliseconds, overhead, plural, size, step_time, traffic
-from canzona_cli.simulate.compare import STRATEGIES, Comparison, Study, Variant
+from canzona_cli.simulate.compare import STRATEGIES, Comparison, Study, Variant, mode_key
 
 _NO_GAP = 1e-6
 """The relative gap to the lower bound below which a plan is called optimal, because the gap may be due to
@@ -238,11 +238,16 @@ def _gap_text(gap: float) -> str:
     return f"{100 * gap:.1f}% above it" if gap >= 0.0005 else "less than 0.1% above it"
 
 
-def strategies(study: Study, screen: Screen) -> Iterator[RenderableType]:
-    """Yields a table of all strategies: times, overhead, memory, and times relative to the planned strategy."""
+def strategies(study: Study, screen: Screen, *, all_modes: bool = False) -> Iterator[RenderableType]:
+    """Yields a table of all strategies: times, overhead, memory, and times relative to the planned strategy.
+
+    Args:
+        all_modes: True to show layerwise also in the slower of the modes that the supported Megatron can run.
+    """
+    names = [name for name in study.shown_strategies if all_modes or name in (*STRATEGIES, mode_key("layer_sharded"))]
     heads = ("iteration", "optimizer", "vs AdamW", "GiB", "opt. ratio", "iter. ratio")
-    rows = ((name, _strategy_cells(study, name)) for name in STRATEGIES)
-    yield rows_table(heads, rows, bold=STRATEGIES.index(study.strategy))
+    rows = ((_strategy_label(name), _strategy_cells(study, name)) for name in names)
+    yield rows_table(heads, rows, bold=names.index(study.strategy))
     cluster = study.config.cluster
     measured = describes_machine(cluster.device, calibrated=cluster.calibrated)
     hardware = "" if measured else " on an uncalibrated CPU"
@@ -250,12 +255,23 @@ def strategies(study: Study, screen: Screen) -> Iterator[RenderableType]:
     misfits = "" if fit else f"; !: does not fit in {study.memory.capacity / GIB:.1f} GiB, simulated as if it did"
     ratio = f"ratio: time divided by {study.strategy}'s"
     yield note(f"simulated in this layout{hardware}; optimizer: exposed time; {ratio}{misfits}")
+    if modes := {name: simulated.tp_mode for name, simulated in study.strategies.items() if name in STRATEGIES}:
+        layerwise, sc = modes["layerwise"], modes["sc"]
+        if layerwise is not None:
+            faster = f"layerwise {layerwise}, sc {sc}" if sc != layerwise else f"layerwise and sc {layerwise}"
+            yield note(f"faster TP mode: {faster}; layer_sharded: Megatron-LM's main branch")
 
 
 def strategies_section(study: Study, screen: Screen) -> Iterator[RenderableType]:
     """Yields the table of strategies, with a title."""
     yield section_head("Strategies", ", simulated on the same layout and batch")
-    yield from strategies(study, screen)
+    yield from strategies(study, screen, all_modes=True)
+
+
+def _strategy_label(name: str) -> str:
+    """Returns the label of a strategy's row; a mode of layerwise is indented below layerwise."""
+    _, slash, mode = name.partition("/")
+    return f"  {mode}" if slash else name
 
 
 def _strategy_cells(study: Study, name: str) -> tuple[str, ...]:

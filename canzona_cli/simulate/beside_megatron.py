@@ -7,7 +7,7 @@ Only the optimizers differ.
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from canzona_cli.config.execution import AnyStrategy, splitting_of, with_strategy
+from canzona_cli.config.execution import AnyStrategy, splitting_of, with_strategy, with_tp_mode
 from canzona_cli.config.megatron_run import MegatronRun
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.costs.memory import capacity, estimate
@@ -157,6 +157,7 @@ def compare_with_megatron(
 
 def _muon(run: MegatronRun, config: RunConfig, layout: Layout) -> Cost:
     strategy: AnyStrategy = "layerwise" if run.distributed or run.optimizer == "adamw" else "sc"
+    config = with_tp_mode(config, "distributed" if run.tp_mode == "distributed" else "duplicated")
     members = matrices_of(config.model, layout, splitting_of(with_strategy(config, strategy)))
     if run.optimizer == "muon" and run.tp_mode == "blockwise":
         members = tuple(_fragment(matrix, layout.tp) for matrix in members)

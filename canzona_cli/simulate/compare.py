@@ -6,16 +6,22 @@ A `Study` has everything that `canzona plan` prints about a plan; the reports on
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, get_args
 
-from canzona_cli.config.execution import PLANNED, AnyStrategy, with_strategy
-from canzona_cli.config.schema import Form, KroneckerConfig, Layout, MomentumConfig, RunConfig
-from canzona_cli.costs.buffers import bucket_elements
+from canzona_cli.config.execution import (
+    PLANNED,
+    RELEASED_TP_MODES,
+    AnyStrategy,
+    has_tp_modes,
+    with_strategy,
+    with_tp_mode,
+)
+from canzona_cli.config.schema import Form, KroneckerConfig, Layout, MomentumConfig, MuonTpMode, RunConfig
 from canzona_cli.costs.memory import capacity, estimate
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.shapes import ModelShapes
@@ -26,15 +32,9 @@ from canzona_cli.planner.memory import PlanMemory, plan_memory
 from canzona_cli.planner.plan import Plan, sum_by_cell
 from canzona_cli.planner.reduction import GATHERED_AHEAD
 from canzona_cli.run import phases
-from canzona_cli.simulate.predict import (
-    Outlook,
-    assign_layerwise,
-    outlook,
-    simulate_plan,
-    simulate_strategy,
-    with_cores,
-)
-from canzona_cli.simulate.step import Refreshes, StrategyResult, refreshes
+from canzona_cli.simulate.predict import Outlook, outlook, simulate_plan, with_cores, workload_without_plan
+from canzona_cli.simulate.step import Refreshes, StrategyResult, refreshes, simulate_tp_modes
+from canzona_cli.simulate.update import UpdateModel, Workload
 
 STRATEGIES = (phases.STRATEGIES[-1], *phases.STRATEGIES[:-1])
 """The strategies in the order of the tables. AdamW comes first, because the others are compared with it."""
@@ -56,7 +56,9 @@ class SimulatedStrategy:
     """True if the strategy fits in memory. Otherwise it has no speed-up or overhead."""
     loads: tuple[float, ...] | None
     """The seconds of matrix updates of each cell, in the stage that is slowest under the plan; None for
-    strategies without owners."""
+    strategies without owners, and for layerwise/MODE."""
+    tp_mode: MuonTpMode | None = None
+    """The mode of Megatron's Muon; None for strategies that do not use it, and with one TP rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,9 @@ class Study:
     communication: Communication
     memory: PlanMemory
     strategies: Mapping[str, SimulatedStrategy]
+    """The simulations by strategy. Megatron's Muon (layerwise, sc) is in the faster of the modes that the supported
+    Megatron can run. The entries layerwise/MODE have layerwise in each mode; there are none with one TP rank, and
+    for optimizers without modes."""
     assumptions: tuple[str, ...]
     planning_s: float
     variants: tuple[Variant, ...] = ()
@@ -95,6 +100,17 @@ class Study:
     def drawn_strategies(self) -> tuple[str, str, str]:
         """The strategies whose loads reports draw side by side."""
         return "canzona", "paper" if self.strategy == "paper" else "asc", "layerwise"
+
+    @property
+    def shown_strategies(self) -> tuple[str, ...]:
+        """The keys of `strategies` in the order of the tables, with layerwise's other modes after the fastest."""
+        names: list[str] = []
+        for name in STRATEGIES:
+            names.append(name)
+            if name == "layerwise":
+                modes = (mode for mode in get_args(MuonTpMode) if mode != self.strategies[name].tp_mode)
+                names += [key for key in map(mode_key, modes) if key in self.strategies]
+        return tuple(names)
 
     @property
     def planned(self) -> SimulatedStrategy:
@@ -150,6 +166,7 @@ class Study:
             "overhead_over_adamw": self.overhead(strategy),
             "memory_bytes": compared.memory_bytes,
             "fits": compared.fits,
+            "muon_tp_mode": compared.tp_mode,
         }
 
     def as_json(self) -> dict[str, object]:
@@ -253,10 +270,13 @@ def study_run(
     }
     load_balance, memory = balance(plan), plan_memory(config, layout, plan)
     memories = {name: memory if other is plan else plan_memory(config, layout, other) for name, other in plans.items()}
-    strategies: dict[str, SimulatedStrategy] = {
-        name: _simulate(with_cores(config), layout, plans, memories, name, load_balance.slowest.stage)
-        for name in STRATEGIES
-    }
+    simulated, stage = with_cores(config), load_balance.slowest.stage
+    strategies: dict[str, SimulatedStrategy] = {}
+    for name in STRATEGIES:
+        if name in plans:
+            strategies[name] = _simulate_plan(simulated, layout, plans[name], memories[name], stage)
+        else:
+            strategies.update(_simulate_unplanned(simulated, layout, name, plan, stage))
     return Study(
         config=config,
         layout=layout,
@@ -271,41 +291,64 @@ def study_run(
     )
 
 
-def _simulate(
-    config: RunConfig,
-    layout: Layout,
-    plans: Mapping[AnyStrategy, Plan],
-    memories: Mapping[AnyStrategy, PlanMemory],
-    strategy: AnyStrategy,
-    stage: int,
-) -> SimulatedStrategy:
-    loads: Sequence[float] | None = None
-    if strategy in plans:
-        plan = plans[strategy]
-        result = simulate_plan(config, layout, plan)
-        memory_bytes = memories[strategy].total
-        loads = plan.loads(stage)
-    else:
-        plan = plans[config.engine.strategy]
-        result = simulate_strategy(config, layout, strategy, plan.matrices)
-        memory_bytes = estimate(with_strategy(config, strategy), layout).total
-        if strategy == "layerwise":
-            loads = _layerwise_loads(config, layout, plan, stage)
+def mode_key(mode: MuonTpMode) -> str:
+    """Returns the key of `Study.strategies` for layerwise in a mode."""
+    return f"layerwise/{mode}"
+
+
+def _simulate_plan(config: RunConfig, layout: Layout, plan: Plan, memory: PlanMemory, stage: int) -> SimulatedStrategy:
     return SimulatedStrategy(
-        result=result,
-        memory_bytes=memory_bytes,
-        fits=memory_bytes <= capacity(config),
-        loads=None if loads is None else tuple(loads),
+        result=simulate_plan(config, layout, plan),
+        memory_bytes=memory.total,
+        fits=memory.total <= capacity(config),
+        loads=tuple(plan.loads(stage)),
     )
 
 
-def _layerwise_loads(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> list[float]:
-    """Returns the update seconds of each cell of a stage under layerwise: every TP rank of an owner repeats
-    all of the owner's updates, except those of experts that are divided among ranks."""
-    assignment, _ = assign_layerwise(plan.matrices, layout, bucket_elements(config, layout))
+def _simulate_unplanned(
+    config: RunConfig, layout: Layout, strategy: AnyStrategy, plan: Plan, stage: int
+) -> Iterator[tuple[str, SimulatedStrategy]]:
+    """Simulates a strategy without a plan; yields its entries of `Study.strategies`.
+
+    Args:
+        plan: the plan whose matrices the strategy updates.
+        stage: the stage of `SimulatedStrategy.loads`.
+    """
+    config = with_strategy(config, strategy)
+    workload = workload_without_plan(config, layout, strategy, plan.matrices)
+    modes: tuple[MuonTpMode | None, ...] = (None,)
+    if layout.tp > 1 and has_tp_modes(config):
+        modes = get_args(MuonTpMode) if strategy == "layerwise" else RELEASED_TP_MODES
+    runs = [config if mode is None else with_tp_mode(config, mode) for mode in modes]
+    results = simulate_tp_modes(config, layout, workload, [run.engine.muon_tp_mode for run in runs])
+    by_mode: dict[MuonTpMode | None, SimulatedStrategy] = {}
+    for mode, run, result in zip(modes, runs, results, strict=True):
+        memory_bytes = estimate(run, layout).total
+        by_mode[mode] = SimulatedStrategy(
+            result=result,
+            memory_bytes=memory_bytes,
+            fits=memory_bytes <= capacity(config),
+            loads=None,
+            tp_mode=mode,
+        )
+    released = [simulated for mode, simulated in by_mode.items() if mode is None or mode in RELEASED_TP_MODES]
+    best = min(released, key=lambda simulated: (not simulated.fits, simulated.result.iteration_s))
+    if strategy != "layerwise":
+        yield strategy, best
+        return
+    run = config if best.tp_mode is None else with_tp_mode(config, best.tp_mode)
+    yield strategy, replace(best, loads=tuple(_layerwise_loads(run, layout, workload, stage)))
+    yield from ((mode_key(mode), simulated) for mode, simulated in by_mode.items() if mode is not None)
+
+
+def _layerwise_loads(config: RunConfig, layout: Layout, workload: Workload, stage: int) -> list[float]:
+    """Returns the update seconds of each cell of a stage under layerwise in a mode in which all TP ranks of an owner
+    work equally long, except on experts that are divided among ranks."""
+    assert workload.assignment is not None
+    model = UpdateModel(config, layout, workload.matrices, workload.costs)
     placed = (
-        (cell, cost, matrix.expert_rank is None)
-        for matrix, cell, cost in zip(plan.matrices, assignment.cells, plan.costs, strict=True)
+        (cell, model.unplanned_seconds(matrix.index), matrix.expert_rank is None)
+        for matrix, cell in zip(workload.matrices, workload.assignment.cells, strict=True)
         if matrix.stage == stage
     )
     return sum_by_cell(placed, 0.0, cells=layout.cells, tp=layout.tp)

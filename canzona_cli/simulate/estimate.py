@@ -174,7 +174,7 @@ def _updates_s(config: RunConfig, layout: Layout) -> float:
     if execution is Execution.PLANNED:
         layer_s, matrices_s = _planned_layer(config, one_stage)
         return max(layers * layer_s / layout.cells, _packing_bound_s(matrices_s, layers, layout.cells))
-    dense_s, experts_s = _duplicated_layer(config, one_stage)
+    dense_s, experts_s = _unplanned_layer(config, one_stage)
     if execution is Execution.LAYERWISE:
         return layers * (dense_s / layout.owners + experts_s / layout.cells)
     return layers * (dense_s + experts_s / layout.ep)
@@ -186,15 +186,20 @@ def _packing_bound_s(costs: tuple[float, ...], layers: int, cells: int) -> float
 
 
 @lru_cache(maxsize=64)
-def _duplicated_layer(config: RunConfig, layout: Layout) -> tuple[float, float]:
-    """Returns the seconds in which one rank gathers and updates all matrices of a layer that every rank
+def _unplanned_layer(config: RunConfig, layout: Layout) -> tuple[float, float]:
+    """Returns the mean seconds in which one TP rank receives and updates all matrices of a layer that every rank
     stores; and those in which it updates all experts of the layer, 0 unless experts are divided among
     ranks."""
     members = matrices_of(replace(config.model, num_layers=1), layout, splitting_of(config))
     model = UpdateModel(config, layout, members, update_costs(config, members))
     dense = [matrix.index for matrix in members if matrix.expert_rank is None]
     experts = [matrix.index for matrix in members if matrix.expert_rank is not None]
-    return model.duplicated(dense).seconds, model.duplicated(experts).seconds
+    # If each matrix has one home, a layer has too few matrices to keep all homes busy, but a model has not.
+    updates = model.unplanned(dense)
+    exchange_s = min(update.exchange_s for update in updates)
+    dense_s = exchange_s + fmean(update.matrix_update_s for update in updates)
+    factor = step_factor(config, "matrix_update")
+    return dense_s, factor * sum(model.unplanned_seconds(index) for index in experts)
 
 
 @lru_cache(maxsize=64)

@@ -11,13 +11,20 @@ machine whose ranks share cores (`ClusterConfig.cores`), all concurrent work sha
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import itemgetter
 from types import MappingProxyType
 
-from canzona_cli.config.execution import AnyStrategy, aligns_param_gather, overlaps_param_gather, with_strategy
-from canzona_cli.config.schema import Execution, KroneckerConfig, Layout, RunConfig
+from canzona_cli.config.execution import (
+    AnyStrategy,
+    aligns_param_gather,
+    overlaps_param_gather,
+    with_strategy,
+    with_tp_mode,
+)
+from canzona_cli.config.schema import Execution, KroneckerConfig, Layout, MuonTpMode, RunConfig
 from canzona_cli.costs.links import Groups, Transfer
 from canzona_cli.costs.model import NormClip, stage_time, units_taken, zeroing_seconds
 from canzona_cli.costs.timeline import Timeline, slowdown
@@ -71,8 +78,28 @@ def simulate(config: RunConfig, layout: Layout, workload: Workload) -> StrategyR
     Raises:
         ConfigError: the profile makes the iteration faster than its `bf16_tflops` allows.
     """
-    config = with_strategy(config, workload.strategy)
-    result = _Simulation(config, layout, _average_over_steps(config, workload)).result()
+    return simulate_tp_modes(config, layout, workload, [config.engine.muon_tp_mode])[0]
+
+
+def simulate_tp_modes(
+    config: RunConfig, layout: Layout, workload: Workload, modes: Sequence[MuonTpMode]
+) -> list[StrategyResult]:
+    """Simulates one iteration of the workload's strategy with each of several values of `engine.muon_tp_mode`, which
+    differ only in the matrix updates. With several modes, the strategy has no plan.
+
+    Raises:
+        ConfigError: see `simulate`.
+    """
+    config = with_tp_mode(with_strategy(config, workload.strategy), modes[0])
+    first = _Simulation(config, layout, _average_over_steps(config, workload))
+    results = [first.result(), *(first.in_tp_mode(mode).result() for mode in modes[1:])]
+    for result in results:
+        _check_utilisation(config, layout, result)
+    return results
+
+
+def _check_utilisation(config: RunConfig, layout: Layout, result: StrategyResult) -> None:
+    """Refuses a profile that makes the iteration faster than its `bf16_tflops` allows."""
     tokens = layout.global_batch_size * config.train.seq_length
     cluster, flops = config.cluster, tokens * flops_per_token(config.model, config.train.seq_length)
     utilisation = flops / (result.iteration_s * layout.world_size * cluster.bf16_tflops * 1e12)
@@ -86,7 +113,6 @@ def simulate(config: RunConfig, layout: Layout, workload: Workload) -> StrategyR
             reason = f"makes model FLOP utilisation {utilisation:.0%}, because other rates of the profile are higher"
             fix = "raise it, or lower the rates that are too high, such as cluster.matmul_tflops"
         raise ConfigError(Problem(key=f"cluster.{name}", value=factor, reason=reason, fix=fix))
-    return result
 
 
 class _Simulation:
@@ -97,7 +123,7 @@ class _Simulation:
         self._planned = config.execution is Execution.PLANNED
         cluster, stages = config.cluster, range(layout.pp)
         machines = Groups.of(layout, cluster).world.machines
-        cores = None if cluster.cores is None else float(cluster.cores * machines)
+        cores = self._cores = None if cluster.cores is None else float(cluster.cores * machines)
         chunks = [self._chunks(stage) for stage in stages]
         orders = [GatheringOrder() for _ in stages]
         overlap_gather = overlaps_param_gather(config)
@@ -134,11 +160,22 @@ class _Simulation:
         """The seconds of gathering after the updates of a stage's slowest rank, by stage; 0 if gathering
         overlaps with the next forward pass."""
         # The factor by which sharing cores slows down work that all ranks do at the same time.
-        self._finish(1.0 if cores is None else slowdown(layout.world_size / cores, cluster.crowding))
+        self._crowd = 1.0 if cores is None else slowdown(layout.world_size / cores, cluster.crowding)
+        self._finish()
 
-    def _finish(self, crowd: float) -> None:
+    def in_tp_mode(self, mode: MuonTpMode) -> "_Simulation":
+        """Returns the step with another `engine.muon_tp_mode`; forward, backward and gradients stay the same."""
+        assert not self._planned
+        other = copy(self)
+        other._config = with_tp_mode(self._config, mode)
+        other._cells, _ = UpdatePhase(other._config, self._layout, self._workload, cores=self._cores).run(None)
+        other._finish()
+        return other
+
+    def _finish(self) -> None:
         """Places norm and clipping between the reduction of gradients and the updates, and computes when each
         cell is done."""
+        crowd = self._crowd
         norm_clip, reduced_s = NormClip(self._config, self._layout), self._iteration.reduced_s
         norm_element_s, clip_element_s = crowd * norm_clip.norm_element_s, crowd * norm_clip.clip_element_s
         packed = [(reduced_s[cell.team.stage] + cell.update.packed_s, cell.team.elements) for cell in self._cells]

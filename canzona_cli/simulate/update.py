@@ -3,11 +3,11 @@
 Hosted updates (canzona, paper, asc): an owner's TP group runs its micro-groups as a pipeline
 (`planner.pipeline`).
 
-Duplicated updates (layerwise, sc): every TP rank updates the whole matrix, after it has waited for an
-all-gather. Megatron's Muon does elementwise work on the fragment that the rank stores; canzona's sc, for
-other optimizers, does all work on the whole matrix.
+Updates without a plan (layerwise, sc): by default, every TP rank updates the whole matrix, after it has waited
+for an all-gather. Megatron's Muon does elementwise work on the fragment that the rank stores; canzona's sc, for
+other optimizers, does all work on the whole matrix. Megatron's Muon has two other modes (`costs.tp_modes`).
 
-`UpdateModel` expresses hosted and duplicated updates as calls of a `Pipeline`, which this module implements
+`UpdateModel` expresses all of these updates as calls of a `Pipeline`, which this module implements
 twice: `SeparateDevices` adds up the times of ranks that each have a device, and `SharedCores` adds tasks to a
 timeline for ranks that share a machine's cores with all other ranks. `update_phase` uses one of the two for
 all ranks of a strategy.
@@ -17,11 +17,12 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from canzona_cli.config.execution import AnyStrategy
+from canzona_cli.config.execution import AnyStrategy, tp_mode_of
 from canzona_cli.config.schema import Execution, Layout, RunConfig
 from canzona_cli.costs.links import Transfer
 from canzona_cli.costs.scratch import FP32
 from canzona_cli.costs.timeline import TaskTimes, Timeline
+from canzona_cli.costs.tp_modes import all_reduces, distributed_seconds, exchange_with_homes, homes, uncut_side
 from canzona_cli.costs.update import RULES, algorithm_of, memory_rate
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.pipeline import Activity, Clock, HostedPipeline, Pipeline, make_jobs
@@ -75,11 +76,14 @@ class UpdateModel:
 
     def __init__(self, config: RunConfig, layout: Layout, matrices: Sequence[Matrix], costs: Sequence[float]) -> None:
         self._matrices, self._costs, self._tp = matrices, costs, layout.tp
+        self._algorithm, self._cluster, self._mode = algorithm_of(config), config.cluster, tp_mode_of(config, layout.tp)
+        self.unplanned_hosts = layout.tp if self._mode == "layer_sharded" else 1
+        """The number of TP ranks whose updates differ if there is no plan."""
         self.pipeline = HostedPipeline.of(config, layout)
         self._memory_rate = memory_rate(config.cluster)
         self._updates_whole = config.execution is Execution.REDUNDANT
         """True if every rank does all work on the whole matrix (canzona's sc)."""
-        self._fragment_bytes = RULES[algorithm_of(config).name].fragment_bytes + config.train.weight_bytes
+        self._fragment_bytes = RULES[self._algorithm.name].fragment_bytes + config.train.weight_bytes
 
     def hosted(
         self, groups: Sequence[MicroGroup], assignment: Assignment, norm_s: float = 0.0, experts_s: Sequence[float] = ()
@@ -94,12 +98,26 @@ class UpdateModel:
         self.run_hosted(groups, assignment, devices, experts_s)
         return devices.results()
 
-    def duplicated(self, members: Sequence[int]) -> RankUpdate:
-        """Returns the update phase of a TP rank that gathers and updates the matrices `members`, one after
-        another."""
-        device = SeparateDevices(1)
-        self.run_duplicated(members, device)
-        return device.results()[0]
+    def unplanned(self, members: Sequence[int], experts_s: Sequence[float] = ()) -> tuple[RankUpdate, ...]:
+        """Returns the update phase of TP ranks that have no plan: of `unplanned_hosts` ranks, the others being like
+        the first.
+
+        Args:
+            members: see `run_unplanned`.
+            experts_s: see `run_unplanned`.
+        """
+        devices = SeparateDevices(self.unplanned_hosts)
+        self.run_unplanned(members, devices, experts_s)
+        return devices.results()
+
+    def unplanned_seconds(self, index: int) -> float:
+        """Returns the seconds for which a TP rank updates a matrix without a plan, or, in the mode layer_sharded,
+        for which its home does."""
+        matrix = self._matrices[index]
+        if self._mode == "distributed" and not matrix.replicated:
+            parts = self._tp if matrix.expert_rank is None else 1
+            return distributed_seconds(self._algorithm, matrix, parts, self._cluster)
+        return self._costs[index]
 
     def run_hosted[Moment](
         self,
@@ -112,27 +130,74 @@ class UpdateModel:
         jobs = [make_jobs(group.matrices, self._matrices, self._costs, assignment) for group in groups]
         self.pipeline.run(jobs, ranks, experts_s=experts_s)
 
-    def run_duplicated[Moment](self, members: Sequence[int], rank: Pipeline[Moment]) -> None:
-        """Runs the updates of the matrices `members` on `rank`, which represents all ranks of its TP
-        group."""
+    def run_unplanned[Moment](
+        self, members: Sequence[int], ranks: Pipeline[Moment], experts_s: Sequence[float] = ()
+    ) -> None:
+        """Runs the updates of the matrices `members` on `ranks`, one after another. If `ranks` has one rank, it
+        represents all ranks of its TP group.
+
+        Args:
+            experts_s: in the mode layer_sharded, the seconds for which each rank updates experts that no other rank
+                of its TP group stores; empty if there are none. In other modes, `members` includes these experts.
+        """
+        if self._mode == "layer_sharded":
+            self._run_at_homes(members, ranks, experts_s)
+            return
         pipeline = self.pipeline
         for index in members:
-            matrix = self._matrices[index]
-            if matrix.expert_rank is not None:
-                rank.work(0, "matrix_update", pipeline.updating * self._costs[index])
-                continue
-            if self._tp > 1 and not matrix.replicated:
-                # Megatron gathers the fp32 update with its momentum; canzona's sc gathers the fp32 gradient.
-                gather = pipeline.links.all_gather(4.0 * matrix.elements, pipeline.group)
-                rank.wait(0, rank.exchange(gather.scaled(pipeline.exchanging)))
+            matrix, seconds = self._matrices[index], self.unplanned_seconds(index)
+            if self._tp > 1 and matrix.expert_rank is None and not matrix.replicated:
+                if self._mode == "distributed":
+                    transfer = all_reduces(self._algorithm, uncut_side(matrix), pipeline.links, pipeline.group)
+                else:
+                    # Megatron gathers the fp32 update with its momentum; canzona's sc gathers the fp32 gradient.
+                    transfer = pipeline.links.all_gather(4.0 * matrix.elements, pipeline.group)
+                    if not self._updates_whole:
+                        seconds = max(0.0, seconds - (1 - 1 / self._tp) * self._elementwise_s(matrix))
+                ranks.wait(0, ranks.exchange(transfer.scaled(pipeline.exchanging)))
                 if self._updates_whole:
                     packed = matrix.fragment_elements(self._tp) * (pipeline.buffer + FP32)
-                    rank.work(0, "exchange", (packed + 2 * FP32 * matrix.elements) * pipeline.byte_s)
-            elementwise_s = 0.0
-            if not (self._updates_whole or matrix.replicated):
-                elementwise_s = matrix.elements * self._fragment_bytes / self._memory_rate
-            seconds = max(0.0, self._costs[index] - (1 - 1 / self._tp) * elementwise_s)
-            rank.work(0, "matrix_update", pipeline.updating * seconds)
+                    ranks.work(0, "exchange", (packed + 2 * FP32 * matrix.elements) * pipeline.byte_s)
+            ranks.work(0, "matrix_update", pipeline.updating * seconds)
+
+    def _run_at_homes[Moment](
+        self, members: Sequence[int], ranks: Pipeline[Moment], experts_s: Sequence[float]
+    ) -> None:
+        """Runs updates in the mode layer_sharded. Updates of experts overlap with the exchanges of other matrices,
+        because Megatron runs both on separate streams."""
+        pipeline, tp, updating = self.pipeline, self._tp, self.pipeline.updating
+        matrices = [self._matrices[index] for index in members]
+        everywhere_s = updating * sum(
+            self._costs[matrix.index] for matrix in matrices if matrix.replicated or matrix.expert_rank is not None
+        )
+        homes_of = homes([m for m in matrices if not m.replicated and m.expert_rank is None], tp)
+        fragments_s = updating * sum(self._elementwise_s(matrix) / tp for at_home in homes_of for matrix in at_home)
+        transfer = exchange_with_homes(homes_of, pipeline.links, pipeline.group).scaled(pipeline.exchanging)
+        copied = 2 * FP32 * pipeline.byte_s
+        fragments = sum(matrix.fragment_elements(tp) for at_home in homes_of for matrix in at_home)
+        for host in range(tp):
+            ranks.work(host, "matrix_update", fragments_s)
+            ranks.work(host, "exchange", copied * fragments)
+        arrived = ranks.exchange(transfer)
+        overlapped_s = [min(everywhere_s + each_s, transfer.seconds) for each_s in experts_s or [0.0] * tp]
+        for host, at_home in enumerate(homes_of):
+            whole_s = sum(max(0.0, self._costs[m.index] - self._elementwise_s(m)) for m in at_home)
+            elements = sum(matrix.elements for matrix in at_home)
+            ranks.work(host, "matrix_update", overlapped_s[host])
+            ranks.wait(host, arrived)
+            ranks.work(host, "exchange", copied * elements)
+            ranks.work(host, "matrix_update", updating * whole_s)
+            ranks.work(host, "exchange", copied * elements)
+        returned = ranks.exchange(transfer)
+        for host in range(tp):
+            rest_s = everywhere_s + (experts_s[host] if experts_s else 0.0) - overlapped_s[host]
+            ranks.work(host, "matrix_update", rest_s)
+            ranks.wait(host, returned)
+
+    def _elementwise_s(self, matrix: Matrix) -> float:
+        """Returns the seconds of the part of an update that a rank can do on its fragment, for the whole matrix; 0
+        if every rank stores the whole matrix."""
+        return 0.0 if matrix.replicated else matrix.elements * self._fragment_bytes / self._memory_rate
 
 
 class SeparateDevices(Clock):

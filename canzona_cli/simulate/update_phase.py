@@ -27,10 +27,11 @@ class Team:
     stage: int
     owner: int
     hosts: int
-    """The number of hosts, which are the ranks whose work differs: tp with a plan, otherwise 1."""
+    """The number of hosts, which are the ranks whose work differs: tp with a plan and in Muon's mode layer_sharded,
+    otherwise 1."""
     host: int = 0
-    """The TP rank of the first host. It is 0, except if there is no plan and TP ranks with different experts
-    are separate teams."""
+    """The TP rank of the first host. It is 0, except if there is one host and TP ranks with different experts are
+    separate teams."""
     ranks: int
     """The number of ranks that one host represents, including ranks of other owners with the same work."""
     elements: int
@@ -41,10 +42,11 @@ class Team:
     groups: tuple[MicroGroup, ...] = ()
     """The micro-groups of strategies with hosts, in order; empty for other strategies."""
     members: tuple[int, ...] = ()
-    """The indices of the matrices that every rank of the team updates; empty for strategies with hosts."""
+    """The indices of the matrices that the team updates without a plan, all ranks together or each rank for itself;
+    empty for strategies with a plan."""
     experts_s: tuple[float, ...] = ()
-    """The seconds that each host first spends on its experts; empty if experts are not divided among
-    ranks."""
+    """The seconds that each host spends on its experts; empty if experts are not divided among ranks, or are among
+    `members`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,12 +107,13 @@ class UpdatePhase:
         else:
             elements = weights.share(layout, matrices=True)
             members = ()
-        ranks = layout.cells
-        return [Team(stage=stage, owner=0, hosts=1, ranks=ranks, elements=elements, clipped=elements, members=members)]
+        hosts = self._model.unplanned_hosts
+        team = Team(stage=stage, owner=0, hosts=hosts, ranks=layout.cells // hosts, elements=elements, clipped=elements)
+        return [replace(team, members=members)]
 
     def _teams_of_owners(self, stage: int, stage_matrices: Sequence[Matrix], adamw_elements: int) -> Iterator[Team]:
-        """Yields the teams of a stage whose matrices have owners. If the strategy has no hosts, and experts
-        are divided among ranks, each of an owner's ranks is a team.
+        """Yields the teams of a stage whose matrices have owners. If there is one host, and experts are divided among
+        ranks, each of an owner's ranks is a team.
 
         Args:
             adamw_elements: the elements of each rank's share of AdamW's parameters.
@@ -137,11 +140,19 @@ class UpdatePhase:
                 yield replace(team, hosts=tp, ranks=1, groups=tuple(groups[owner]), experts_s=experts_s)
                 continue
             members = tuple(matrix.index for matrix in matrices)
+            if self._model.unplanned_hosts > 1:
+                own_s = tuple(self._updating_s(of_host) for of_host in experts[owner]) if expert_elements else ()
+                yield replace(team, hosts=tp, ranks=1, members=members, experts_s=own_s)
+                continue
             if not expert_elements:
                 yield replace(team, members=members)
                 continue
             for host, of_host in enumerate(experts[owner]):
                 yield replace(team, host=host, ranks=1, members=(*members, *(matrix.index for matrix in of_host)))
+
+    def _updating_s(self, experts: Sequence[Matrix]) -> float:
+        """Returns the seconds that a rank without a plan spends on updating experts."""
+        return self._model.pipeline.updating * sum(self._workload.costs[matrix.index] for matrix in experts)
 
     @cached_property
     def _expert_seconds(self) -> Mapping[tuple[int, int], tuple[float, ...]]:
@@ -183,7 +194,7 @@ class UpdatePhase:
             norm_s = self._norm_clip.seconds(team.elements, team.clipped) + adamw_s
             updates = self._model.hosted(team.groups, self._assignment, norm_s, team.experts_s)
         else:
-            updates = (self._model.duplicated(team.members),)
+            updates = self._model.unplanned(team.members, team.experts_s)
         return [
             CellUpdate(team=team, host=team.host + host, adamw_s=adamw_s, update=update)
             for host, update in enumerate(updates)
@@ -236,13 +247,17 @@ class UpdatePhase:
             group = SharedCores(timeline, index, team.hosts, begin, norm_s=norm_s, adamw_s=adamw_s)
             self._model.run_hosted(team.groups, self._assignment, group, team.experts_s)
             return group, group.begin
-        ranks_per_host = min(self._layout.tp, team.ranks)  # 1 if TP ranks have different experts
-        group = SharedCores(
-            timeline, index, 1, begin, copies=team.ranks // ranks_per_host, ranks_per_host=ranks_per_host
-        )
-        self._model.run_duplicated(team.members, group)
-        group.end(0)
-        return group, [timeline.add("adamw_update", (index, 0), seconds=adamw_s, cores=float(team.ranks))]
+        # 1 if TP ranks have different experts, or different matrices.
+        ranks_per_host = min(self._layout.tp, team.ranks) if team.hosts == 1 else 1
+        copies = team.ranks // ranks_per_host
+        group = SharedCores(timeline, index, team.hosts, begin, copies=copies, ranks_per_host=ranks_per_host)
+        self._model.run_unplanned(team.members, group, team.experts_s)
+        for host in range(team.hosts):
+            group.end(host)
+        return group, [
+            timeline.add("adamw_update", (index, host), seconds=adamw_s, cores=float(team.ranks))
+            for host in range(team.hosts)
+        ]
 
     def _adamw_s(self, stage: int) -> float:
         """Returns the seconds of AdamW's update on one rank."""

@@ -142,8 +142,12 @@ def test_megatron_starts_exactly_the_timers_we_know() -> None:
     assert names - set(_PHASE_OF_TIMER) - outside_every_phase == set(), "Megatron starts timers that we do not know"
 
 
-def test_duplicated_newton_schulz_gathers_through_torch_distributed_all_gather() -> None:
-    """`exchange` is timed there: any other collective would be counted as matrix update."""
+@pytest.mark.parametrize(
+    ("mode", "collectives"), [("duplicated", ["all_gather"]), ("distributed", ["all_reduce"] * (1 + 5))]
+)
+def test_newton_schulz_communicates_through_functions_of_torch_distributed(mode: str, collectives: list[str]) -> None:
+    """`exchange` is timed there: any other collective would be counted as matrix update. The simulator counts them too:
+    a norm, and a square in each of five steps."""
     config, layout = _resolve("tp2", "sc")
 
     def rank() -> int:
@@ -156,12 +160,12 @@ def test_duplicated_newton_schulz_gathers_through_torch_distributed_all_gather()
             original: object = getattr(torch.distributed, name)
             if callable(original) and name.startswith(("all_", "reduce", "broadcast", "gather", "scatter")):
                 setattr(torch.distributed, name, _recording(calls, name, original))
-        newton_schulz_tp(torch.ones(4, 8), 5, "quintic", trainee.world.groups.tp, 1, "duplicated")
+        newton_schulz_tp(torch.ones(4, 8), 5, "quintic", trainee.world.groups.tp, 1, mode)
         assert gather is not torch.distributed.all_gather
-        assert calls == ["all_gather"], f"newton_schulz_tp communicates by {calls}"
+        assert calls == collectives, f"newton_schulz_tp communicates by {calls}"
         return len(calls)
 
-    assert run_ranks(2, rank) == [1, 1]
+    assert run_ranks(2, rank) == [len(collectives)] * 2
 
 
 def _recording(calls: list[str], name: str, original: Callable[..., object]) -> Callable[..., object]:
@@ -225,6 +229,15 @@ def test_phases_of_a_real_step(layout_name: str, strategy: str) -> None:
             assert {name for name in timing.phases if name.endswith("_total")} == {
                 f"{phase}_total" for phase in expected & {"grad_reduce", "param_gather", "exchange"}
             }
+
+
+def test_squares_that_tp_ranks_sum_are_exchanges() -> None:
+    """In Megatron's mode `distributed` matrix updates wait for all-reduces."""
+    config, layout = _resolve("tp2", "sc", "engine.muon_tp_mode=distributed")
+    for timings in _each({"": (config, layout)}, _steps)[""]:
+        for timing in timings:
+            assert timing.phases["exchange"] > 0
+            assert timing.phases["matrix_update"] > 0
 
 
 def test_without_overlap_the_step_waits_for_every_transfer_to_its_end() -> None:

@@ -153,7 +153,7 @@ def test_a_matrix_every_rank_holds_whole_only_sends_weights() -> None:
 def test_duplicated_updates_gather_in_fp32_and_hide_nothing() -> None:
     costs = [0.5, 0.25]
     model = UpdateModel(run("8b", 8, cluster=NO_COPIES), layout(tp=8), [matrix(0), matrix(1, shard_dim=None)], costs)
-    update = model.duplicated([0, 1])
+    update = model.unplanned([0, 1])[0]
     assert update.matrix_update_s == pytest.approx(0.75)
     # A matrix that every rank holds whole need not be gathered.
     assert update.exchange_s == pytest.approx(7 / 8 * SIDE * SIDE * 4 / BYTES)
@@ -163,4 +163,4 @@ def test_duplicated_updates_gather_in_fp32_and_hide_nothing() -> None:
 def test_a_duplicated_update_does_its_elementwise_part_on_its_fragment_only() -> None:
     model = UpdateModel(run("8b", 8, cluster=replace(FREE, memory_gb_per_s=1000.0)), layout(tp=8), [matrix(0)], [0.5])
     saved = 7 / 8 * SIDE * SIDE * (RULES["muon"].fragment_bytes + 2) / (0.72 * 1e12)
-    assert model.duplicated([0]).matrix_update_s == pytest.approx(0.5 - saved)
+    assert model.unplanned([0])[0].matrix_update_s == pytest.approx(0.5 - saved)

@@ -19,6 +19,7 @@ from canzona_cli.config.schema.run import (
     Layout,
     Mesh,
     Mode,
+    MuonTpMode,
     Reduction,
     RunConfig,
     RunSettings,

@@ -44,6 +44,11 @@ Gathering = Literal["broadcast", "ring"]
 """The ways to gather a bucket's weights: one broadcast per owner, or an all-gather of equal parts, to which
 the owners have sent their ranges."""
 
+MuonTpMode = Literal["duplicated", "distributed", "layer_sharded"]
+"""The ways in which Megatron's Muon divides exact updates over TP ranks: every rank gathers and updates the whole
+matrix; every rank keeps its fragment, and a square is all-reduced in every Newton-Schulz step; or one TP rank
+updates the whole matrix for all. Megatron-core 0.19 has the first two, Megatron-LM's main branch all three."""
+
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 """The supported trackers, by the names of their packages."""
 
@@ -102,6 +107,14 @@ class EngineConfig:
         "Precision of gradients in messages between TP ranks; bf16 rounds them and halves the messages.",
         CURVE | PLAN,
     ] = "fp32"
+    muon_tp_mode: Annotated[
+        MuonTpMode,
+        "How TP ranks divide the updates of Megatron's own Muon (layerwise, sc). duplicated: every rank updates the"
+        " whole matrix; distributed: every rank its fragment, with an all-reduce in every Newton-Schulz step;"
+        " layer_sharded: one rank for all. layer_sharded can only be simulated, because it is in Megatron-LM's main"
+        " branch.",
+        SPREAD,
+    ] = "duplicated"
 
     @property
     def gradient_bytes(self) -> int:
