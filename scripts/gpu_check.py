@@ -27,8 +27,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from typing import get_args
 
-from gpu_parts.outcome import Outcome, PartResult, Setup, content, table
+from gpu_parts.outcome import Outcome, PartResult, Setup, content, table, verified
 
 from canzona_cli.cluster.gpus import GpuInfo, gpu_inventory
 from canzona_cli.config.schema import Device
@@ -53,7 +54,9 @@ class Part:
 
 
 PARTS = {
+    "gram": Part(limit_s=60),
     "graphs": Part(limit_s=60),
+    "fused": Part(limit_s=60),
     "hot": Part(limit_s=90),
     "demo": Part(limit_s=120),
     "train": Part(limit_s=120, needs="demo"),
@@ -64,6 +67,7 @@ PARTS = {
     "chains": Part(limit_s=60, gpus=2),
     "tp2": Part(limit_s=60, gpus=2, needs="train"),
     "dp2": Part(limit_s=60, gpus=2, needs="train"),
+    "shared": Part(limit_s=90, gpus=2, needs="train"),
     "overlap": Part(limit_s=90, gpus=2),
     "pp2": Part(limit_s=60, gpus=2, needs="train"),
     "cp2": Part(limit_s=60, gpus=2, needs="train"),
@@ -148,6 +152,9 @@ def check(setup: Setup, names: Sequence[str], seconds: float, out: Path) -> None
         results.append(PartResult(part=name, seconds=time.monotonic() - begun, outcome=outcome))
         out.write_text(content(setup, versions(), results) + "\n", encoding="utf-8")
     print(f"\n{table(results)}\n\nwritten to {out}")
+    if paths := verified(setup, results):
+        line = f"verified: [{', '.join(paths)}]"
+        print(f"These GPUs have verified fast paths. A copy of the cluster profile with this line uses them: {line}")
     short = [result for result in results if result.outcome.status == "short"]
     if short:
         raise WorkerCrashed(*(Problem(key=part.part, reason=f"falls short: {part.outcome.summary}") for part in short))
@@ -213,10 +220,11 @@ def part_called(name: str, seconds: float) -> Callable[[Setup], Outcome]:
         from gpu_parts.updates import updates
 
         return partial(updates, seconds=0.8 * seconds)  # the rest is for start-up and for the last measurement
-    if name in ("graphs", "hot", "ladder"):
+    if name in ("gram", "graphs", "fused", "hot", "ladder"):
         from gpu_parts import alone
 
-        return {"graphs": alone.graphs, "hot": alone.hot, "ladder": alone.ladder}[name]
+        paths = {path: partial(alone.fast_path, path=path) for path in get_args(alone.Compared)}
+        return {**paths, "hot": alone.hot, "ladder": alone.ladder}[name]
     from gpu_parts import one_gpu, two_gpus
 
     parts: Mapping[str, Callable[[Setup], Outcome]] = {
@@ -229,6 +237,7 @@ def part_called(name: str, seconds: float) -> Callable[[Setup], Outcome]:
         "experts": one_gpu.experts,
         "calibrate": one_gpu.calibrate,
         "chains": two_gpus.chains,
+        "shared": two_gpus.shared,
         "overlap": two_gpus.overlap,
         **{f"{axis}2": partial(two_gpus.split, axis=axis) for axis in ("tp", "dp", "pp", "cp")},
     }

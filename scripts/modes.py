@@ -15,14 +15,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
-from simulated_runs import mesh_label, resolved
+from simulated_runs import VERIFIED, mesh_label, resolved
 
 from canzona_cli.bench.simulated import SIZES, parse_gpus
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.schema import Form, Layout, Mode, MomentumConfig, RunConfig
+from canzona_cli.config.schema import FastPath, Form, Layout, Mode, MomentumConfig, RunConfig
 from canzona_cli.model.shapes import ModelShapes, load_shapes
 from canzona_cli.planner.make import plan_unbounded
 from canzona_cli.planner.measures import Balance, balance
@@ -64,7 +64,7 @@ class Cell:
             self.config,
             engine=replace(self.config.engine, mode=mode),
             optimizer=replace(self.config.optimizer, form=form),
-            cluster=replace(self.config.cluster, symmetric_factor=symmetric),
+            cluster=replace(self.config.cluster, symmetric_factor=symmetric, verified=get_args(FastPath)),
         )
         plan = plan_unbounded(config, self.layout, self.shapes)
         result = simulate_plan(config, self.layout, plan)
@@ -79,7 +79,7 @@ class Cell:
 
 def cells(gpus: tuple[int, ...], overrides: list[str]) -> Iterator[Cell]:
     """Yields the runs to plan, in layouts that are chosen with hosted matrices."""
-    hosted = ["cluster=h100-80g", "engine.mode=hosted", *overrides]
+    hosted = ["cluster=h100-80g", VERIFIED, "engine.mode=hosted", *overrides]
     for recipe in SIZES:
         for count in gpus:
             fitting = resolved(recipe, count, hosted)

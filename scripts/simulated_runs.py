@@ -1,11 +1,15 @@
 """Resolves the runs that scripts plan and simulate: recipes on GPUs, in the layouts that `canzona train` chooses."""
 
 from collections.abc import Sequence
+from typing import get_args
 
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.config.schema import FastPath, Layout, RunConfig
 from canzona_cli.errors import DoesNotFit
+
+VERIFIED = f"cluster.verified=[{','.join(get_args(FastPath))}]"
+"""The override with which plans for GPUs may choose every fast path; without it, they are as shipped."""
 
 
 def resolved(recipe: str, gpus: int, overrides: Sequence[str]) -> tuple[RunConfig, Layout] | None:

@@ -1,13 +1,14 @@
 """Runs of every Qwen3 size, built from the schema alone, for tests of counts, memory and fitting."""
 
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, get_args
 
 from canzona_cli.config.schema import (
     AdamWConfig,
     ClusterConfig,
     DataConfig,
     EngineConfig,
+    FastPath,
     Layout,
     ModelConfig,
     MuonConfig,
@@ -44,7 +45,9 @@ H100 = ClusterConfig(
     intra_node_gb_per_s=450.0,
     inter_node_gb_per_s=50.0,
     transformer_engine=True,
+    verified=get_args(FastPath),
 )
+"""GPUs that have shown every fast path, so that tests of a fast path's choice find it chosen by its price."""
 CPU = ClusterConfig(
     name="cpu",
     device="cpu",

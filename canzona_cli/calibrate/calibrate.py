@@ -75,7 +75,7 @@ class Calibration:
     @property
     def warnings(self) -> tuple[str, ...]:
         """The warnings about the quality of the measurements: a busy machine, large spreads, missing
-        parts."""
+        parts, fast paths that do not agree with their references."""
         warnings = []
         if self.load > cores() / 2:
             warnings.append(
@@ -88,6 +88,11 @@ class Calibration:
             listed = ", ".join(f"{m.name} {m.spread.relative:.0%}" for m in worst)
             more = "" if len(noisy) <= 3 else f" and {len(noisy) - 3} more"
             warnings.append(f"spread above {NOISE:.0%}: {listed}{more}")
+        warnings += [
+            f"fast path {check.path} is not verified: {check.summary}"
+            for check in self.record.fast_paths
+            if not check.agrees
+        ]
         if self.profile.not_measured:
             warnings.append(f"not measured: {', '.join(self.profile.not_measured)}; taken from {self.base.name}")
         return tuple(warnings)

@@ -14,6 +14,7 @@ from canzona_cli.config.schema import (
     AdamWConfig,
     ClusterConfig,
     Device,
+    FastPath,
     Form,
     KroneckerConfig,
     Layout,
@@ -154,6 +155,15 @@ class Facts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FastPathCheck:
+    """The comparison of a fast path with its reference on a GPU."""
+
+    path: FastPath
+    agrees: bool
+    summary: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Record:
     """The results of a calibration so far."""
 
@@ -163,6 +173,7 @@ class Record:
     skipped: tuple[str, ...] = ()
     """The updates that are left to the cost model, each with the reason."""
     facts: Facts | None = None
+    fast_paths: tuple[FastPathCheck, ...] = ()
 
 
 class Recorder:
@@ -189,6 +200,7 @@ def read_record(files: RunFiles) -> Record:
         done=tuple(part for line in lines for part in line.done),
         skipped=tuple(update for line in lines for update in line.skipped),
         facts=next((line.facts for line in lines if line.facts is not None), None),
+        fast_paths=tuple(check for line in lines for check in line.fast_paths),
     )
 
 
@@ -241,7 +253,8 @@ def profile_of(
     """Returns the base profile of `config`, updated with the measured values.
 
     Rows of `measured_updates` and `collectives` that this calibration did not measure are kept if the base
-    was calibrated on this machine, and dropped otherwise. `matmul_tflops` is replaced only if all its sizes
+    was calibrated on this machine, and dropped otherwise. So are fast paths in `verified`, which are also kept
+    if the base was not calibrated: then the user wrote them. `matmul_tflops` is replaced only if all its sizes
     were measured.
 
     Args:
@@ -251,7 +264,7 @@ def profile_of(
     base = config.cluster
     medians = {m.quantity: m.spread.median for m in record.measurements if not m.key}
     same_machine = base.calibrated and not profile_mismatches(base)
-    tables = base if same_machine else replace(base, measured_updates=(), collectives=())
+    tables = base if same_machine else replace(base, measured_updates=(), collectives=(), verified=())
     rank_facts = {} if record.facts is None else asdict(record.facts)
     bf16_in_fp32 = rank_facts.pop("bf16_in_fp32", base.bf16_in_fp32)
     # The other quantities have the name of their field. Forward and backward become factors below.
@@ -269,6 +282,7 @@ def profile_of(
         bf16_in_fp32=bf16_in_fp32,
         measured_updates=_updates(tables, record),
         collectives=_collectives(tables, record),
+        verified=verified_paths(tables if base.calibrated else base, record),
         grouped_collectives=bool(medians.get("grouped_collectives", base.grouped_collectives)),
         step_factors={},
         crowding=1.0,
@@ -283,6 +297,12 @@ def profile_of(
     profile = _with_link(profile, record)
     profile = _with_factors(replace(config, cluster=profile), layout, record)
     return with_peak(profile) if "forward" in (m.quantity for m in record.measurements) else profile
+
+
+def verified_paths(base: ClusterConfig, record: Record) -> tuple[FastPath, ...]:
+    """Returns the fast paths that agreed with their references; those that were not compared are as in `base`."""
+    agreed = {check.path: check.agrees for check in record.fast_paths}
+    return tuple(path for path in get_args(FastPath) if agreed.get(path, path in base.verified))
 
 
 def with_peak(profile: ClusterConfig) -> ClusterConfig:

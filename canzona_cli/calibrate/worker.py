@@ -4,9 +4,11 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
-from canzona_cli.calibrate.profile import PART_NAMES, Facts, Orders, Part, Record, Recorder, shorten
+from canzona_cli.calibrate.profile import PART_NAMES, Facts, Orders, Part, Record, Recorder, shorten, verified_paths
 from canzona_cli.run.files import RunFiles, append_json_line
 from canzona_cli.run.records import Ending, read_layout
 from canzona_cli.training.process import IMPORTED_BY_ALL, run_rank
@@ -28,6 +30,7 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
         measure_model,
         measure_updates,
     )
+    from canzona_cli.calibrate.fast_paths import Compared, compare
     from canzona_cli.calibrate.timing import Team
     from canzona_cli.config.compose import load_resolved
     from canzona_cli.engine.kernels import choose_kernels
@@ -88,7 +91,15 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     with part("updates"):
         # Choose the same kernels as training on this machine.
         choose_kernels(config, device, begin=lambda shape: record.heart.progress())
+        checks = []
+        for path in get_args(Compared) if device.type == "cuda" and rank == 0 else ():
+            record.heart.progress()
+            checks.append(compare(path, device))
+        recorder.report(Record(fast_paths=tuple(checks)))
         if workers.member:
+            # Measure updates in the way in which runs with the new profile execute them.
+            verified = verified_paths(config.cluster, Record(fast_paths=tuple(checks)))
+            config = replace(config, cluster=replace(config.cluster, verified=verified))
             measure_updates(workers, config, effort, recorder, lambda: time.monotonic() - started)
     parallel.shutdown()
     return "done"

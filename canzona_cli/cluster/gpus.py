@@ -14,7 +14,7 @@ from pathlib import Path
 from canzona_cli.config.schema import ClusterConfig
 from canzona_cli.run.machine import tool_output
 
-_SMI_FIELDS = ("name", "memory.total", "uuid", "driver_version")
+_SMI_FIELDS = ("name", "memory.total", "uuid", "driver_version", "compute_cap")
 _PROC_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
@@ -41,6 +41,8 @@ class GpuInfo:
     """The GPU's UUID, `GPU-...`; empty if unknown."""
     driver: str = ""
     """The driver's version; empty if unknown."""
+    compute_capability: float = 0.0
+    """The version of the GPU's architecture: 9.0 for Hopper, 10.0 for Blackwell; 0 if unknown."""
 
 
 def visible_gpus() -> int:
@@ -109,7 +111,13 @@ def read_smi(listing: str | None) -> tuple[GpuInfo, ...] | None:
         return None
     rows = [[field.strip() for field in line.split(",")] for line in listing.splitlines()]
     return tuple(
-        GpuInfo(name=row[0], memory_bytes=int(row[1]) << 20 if row[1].isdecimal() else 0, uuid=row[2], driver=row[3])
+        GpuInfo(
+            name=row[0],
+            memory_bytes=int(row[1]) << 20 if row[1].isdecimal() else 0,
+            uuid=row[2],
+            driver=row[3],
+            compute_capability=float(row[4]) if re.fullmatch(r"\d+\.\d+", row[4]) else 0.0,
+        )
         for row in rows
         if len(row) == len(_SMI_FIELDS)
     )

@@ -47,6 +47,7 @@ from canzona_cli.run.breakdown import Prediction
 from canzona_cli.run.codec import load_if_valid
 from canzona_cli.run.corpus import PreparedCorpus, data_warnings
 from canzona_cli.run.files import RunFiles
+from canzona_cli.simulate.fast_paths import fast_paths
 from canzona_cli.simulate.predict import outlook
 
 
@@ -214,6 +215,8 @@ def _show_start(
         corpus=corpus,
         plan=job.plan,
         outlook=outlook(config, job.layout, job.predicted.iteration_s),
+        predicted=job.predicted,
+        fast_paths=fast_paths(config, job.layout, simulated=True),
         memory=memory_of(config, job.layout, None if job.plan is None else job.plan.plan),
         command=torchrun.build(config, run_dir),
         card=card_of(config),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from canzona_cli.config.execution import has_tp_modes
 from canzona_cli.config.overrides import override_text
-from canzona_cli.config.schema import CustomConfig, Execution, MomentumConfig, RunConfig
+from canzona_cli.config.schema import CustomConfig, Execution, FastPath, MomentumConfig, RunConfig
 from canzona_cli.config.settings import value_of, with_own_values
 from canzona_cli.errors import Problem
 
@@ -75,6 +75,7 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
             strategy would not execute a plan.
     """
     yield from _plan_warnings(config, explicit, training=training)
+    yield from _unverified_warnings(config, explicit)
     yield from _optimizer_warnings(config, explicit)
     if {"train.batch_tokens", "train.global_batch_size"} <= explicit and config.train.global_batch_size is not None:
         yield "train.batch_tokens is ignored: train.global_batch_size is set"
@@ -114,6 +115,29 @@ def _plan_warnings(config: RunConfig, explicit: frozenset[str], *, training: boo
             yield "engine.splitting is ignored: optimizer is adamw, which updates element by element"
     elif config.cluster.device == "cpu" and getattr(config.optimizer, "graph", False) is True:
         yield "optimizer.graph is ignored: CUDA graphs need GPUs"
+
+
+def _unverified_warnings(config: RunConfig, explicit: frozenset[str]) -> Iterator[str]:
+    """Yields a warning that names the fast paths that a run on GPUs was asked to use and that have not been verified
+    there."""
+    cluster, optimizer = config.cluster, config.optimizer
+    if cluster.device == "cpu":
+        if "cluster.verified" in explicit:
+            yield "cluster.verified is ignored: it is about GPUs; CPU ranks may use every fast path"
+        return
+    asked: dict[str, FastPath] = {}
+    if isinstance(optimizer, MomentumConfig) and config.execution.ours:
+        asked |= {"optimizer.form=gram": "gram"} if optimizer.form == "gram" else {}
+        asked |= {"optimizer.graph=true": "graphs"} if optimizer.graph is True else {}
+        asked |= {"engine.mode=shared": "shared"} if config.engine.mode == "shared" else {}
+    settings = [setting for setting, path in asked.items() if not cluster.may_choose(path)]
+    if "cluster.verified" in explicit and cluster.verified:
+        settings.append(f"cluster.verified=[{','.join(cluster.verified)}]")
+    if settings:
+        yield (
+            f"{', '.join(settings)} was asked for by name: profile {cluster.name} does not say that anybody has run it "
+            "on these GPUs; canzona doctor --gpu-check FILE.json finds out whether it works"
+        )
 
 
 def _optimizer_warnings(config: RunConfig, explicit: frozenset[str]) -> Iterator[str]:

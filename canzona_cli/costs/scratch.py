@@ -49,8 +49,9 @@ def workspace_bytes(
 
     - Muon, in the type of its matmuls: two iterates and two squares of the short side (four in Gram form),
       for all stacked matrices of one shape. In fp32: with Nesterov momentum or NorMuon, the update direction;
-      with neither, on GPUs in bf16, a copy of a matrix that is updated alone in Gram form; and on CPUs, one
-      block. A direction covers a whole stack, or, on CPUs and without NorMuon, only the matrices in a block.
+      with neither, on GPUs in bf16 with the fused kernel, a copy of a matrix that is updated alone in Gram form; and
+      on CPUs, one block. A direction covers a whole stack, or, on CPUs and without NorMuon, only the matrices in a
+      block.
     - Shampoo and SOAP, in fp32: one square (on GPUs at least `STACKED_SQUARES` elements), one matrix, and one
       matrix for each preconditioned side.
     - SOAP-Muon: the scratch of SOAP, and Muon's iterates and squares in standard form without stacking.
@@ -93,7 +94,7 @@ def _muon(
     """Counts the bytes of scratch of Muon's updates, see `workspace_bytes`."""
     # All sizes are in elements. `second_...` belong to the second of two interleaved shared matrices.
     iterate = square = gram_square = direction = gram_copy = block = second_iterate = second_square = 0
-    keeps_copy = config.cluster.device == "cuda" and config.train.weight_bytes < FP32
+    keeps_copy = config.cluster.device == "cuda" and algorithm.fused and config.train.weight_bytes < FP32
     for batch in batches:
         for (rows, cols), count in Counter(batch).items():
             stacked = min(count, stack_of(algorithm, rows, cols, config.cluster))

@@ -82,6 +82,8 @@ def why_hosted(config: RunConfig, algorithm: Algorithm, layout: Layout) -> str |
         return f"optimizer {config.optimizer.name} updates whole matrices"
     if algorithm.form == "standard":
         return "optimizer.form or optimizer.coefficients sets the standard form, but shared matrices need the Gram form"
+    if engine.mode == "auto" and not config.cluster.may_choose("shared"):
+        return "shared matrices are not in cluster.verified"
     if algorithm.form == "auto" and not gram_holds(algorithm, config.cluster):
         return "optimizer.form=auto avoids the Gram form, which shared matrices need, because matmuls are in bf16 here"
     return None

@@ -82,8 +82,10 @@ def algorithm_of(config: RunConfig) -> Algorithm:
     """Returns the settings of a run's optimizer on which update costs depend."""
     algorithm = _algorithm(config.optimizer, config.train.precision)
     if isinstance(config.optimizer, MomentumConfig):
-        replayed = config.cluster.device == "cuda" and implementation(config) == "canzona"
-        return replace(algorithm, graph=replayed and bool(config.optimizer.graph))
+        cluster, graph = config.cluster, config.optimizer.graph
+        on_gpu = cluster.device == "cuda" and implementation(config) == "canzona"
+        replayed = on_gpu and (cluster.may_choose("graphs") if graph == "auto" else graph)
+        return replace(algorithm, graph=replayed, fused=cluster.may_choose("fused"))
     if implementation(config) == "megatron":
         algorithm = replace(algorithm, spread=False)
     if not isinstance(config.optimizer, ShampooConfig):
@@ -197,15 +199,15 @@ def seconds(
 @lru_cache(maxsize=1024)
 def form_of(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> Form:
     """Returns the form in which a (rows, cols) matrix is orthogonalised. `auto` chooses the Gram form if it
-    is accurate enough (`gram_holds`), faster by `GRAM_GAIN`, and the matrix is large enough
-    (`GRAM_MIN_SIDE`).
+    may be chosen on this cluster (`ClusterConfig.may_choose`), is accurate enough (`gram_holds`) and faster by
+    `GRAM_GAIN`, and the matrix is large enough (`GRAM_MIN_SIDE`).
 
     The form depends only on the algorithm, the shape and the profile, so a matrix has the same form on every
     rank.
     """
     if algorithm.form != "auto":
         return algorithm.form
-    if not gram_holds(algorithm, cluster):
+    if not (cluster.may_choose("gram") and gram_holds(algorithm, cluster)):
         return "standard"
     # The size of automatic stacks depends on the form, so forms are compared without automatic stacks.
     unstacked = replace(algorithm, stack=algorithm.stack is True)

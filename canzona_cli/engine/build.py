@@ -297,7 +297,7 @@ def _settings(config: RunConfig, on_fallback: OnFallback | None) -> dict[str, ob
     if isinstance(chosen, MomentumConfig | KroneckerConfig):
         settings |= {"on_fallback": on_fallback, "workspace": Workspace()}
     if isinstance(chosen, MomentumConfig):
-        settings |= {"precision": config.train.precision, "graph": algorithm.graph}
+        settings |= {"precision": config.train.precision, "graph": algorithm.graph, "fused": algorithm.fused}
     if isinstance(chosen, KroneckerConfig):
         settings |= {"betas": (chosen.beta1, chosen.beta2), "eps": chosen.eps, "spread": chosen.stagger}
         settings["precision"] = "tf32" if chosen.tf32 else "fp32"

@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 from packaging.version import Version
 
+from canzona_cli.cluster.gpus import gpu_inventory
 from canzona_cli.cluster.machine import LOOPBACK, installed_version
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.run.files import RunFiles
@@ -40,6 +41,9 @@ _NUMA_NODES = Path("/sys/devices/system/node")
 _PINS_EXACT_SIZES = Version("2.13")
 """The first torch version that can pin memory in sizes other than powers of two. Older versions reject the
 option, so ranks with a GPU would not start."""
+_BLACKWELL = 10.0
+"""The compute capability from which the order of launches no longer depends on hardware queues, so that Megatron
+requires no single queue."""
 _MAX_THREADS_BESIDE_GPU = 8
 """The most CPU threads of a rank with a GPU. They only have to keep the GPU busy."""
 
@@ -131,11 +135,7 @@ def worker_environment(config: RunConfig) -> dict[str, str]:
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "15",  # seconds that ranks get to exit after one has failed; default: 30
     }
     if on_gpu:
-        # One hardware queue per stream, as streams that share a queue wait for each other. Megatron
-        # recommends 1, so that tensor-parallel communication starts before the GEMM launched after it, but
-        # then nothing overlaps with gradient reductions and parameter gathers. High-priority NCCL streams
-        # give the same order.
-        variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
+        variables["CUDA_DEVICE_MAX_CONNECTIONS"] = str(_hardware_queues(config))
         variables["TORCH_NCCL_HIGH_PRIORITY"] = "1"
         # torch 2.15's new NCCL backend runs the collectives of a coalesced group one by one, with a launch
         # each.
@@ -159,6 +159,20 @@ def worker_environment(config: RunConfig) -> dict[str, str]:
     if not on_gpu:
         chosen["CUDA_VISIBLE_DEVICES"] = ""  # in CPU ranks, Megatron's CUDA calls have CPU replacements
     return chosen
+
+
+def _hardware_queues(config: RunConfig) -> int:
+    """Returns the number of hardware queues for the streams of a rank with a GPU, as Megatron-LM 0.19 requires it
+    (`megatron/training/arguments.py`).
+
+    With tensor or context parallelism, GPUs before Blackwell need a single queue: kernels then start in the order of
+    their launches, so that a collective is not held up by the matmul that should hide it. Everywhere else, streams
+    get queues of their own, the most that CUDA has, because streams that share a queue wait for each other. A GPU
+    that is not visible here counts as one before Blackwell.
+    """
+    parallel, here = config.parallel, gpu_inventory()
+    is_cut = (parallel.tp or 1) > 1 or (parallel.cp or 1) > 1
+    return 1 if is_cut and not (here and here[0].compute_capability >= _BLACKWELL) else 32
 
 
 def _can_bind() -> bool:

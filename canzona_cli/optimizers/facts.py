@@ -101,6 +101,8 @@ class Algorithm:
     decides for each shape."""
     graph: bool = False
     """True if Muon's updates of each micro-group are replayed as one CUDA graph."""
+    fused: bool = True
+    """True if a matrix that was updated alone in Gram form decays and moves in one pass over its weights."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,6 +48,7 @@ class MuonSettings(TypedDict, total=False):
     precision: Literal["bf16", "fp32"]
     stack: bool | Mapping[tuple[int, int], int]
     graph: bool
+    fused: bool
     form: Form | Mapping[tuple[int, int], Form]
     on_fallback: OnFallback | None
     workspace: Workspace | None
@@ -95,6 +96,7 @@ class Muon(MatrixOptimizer):
         form: Form | Mapping[tuple[int, int], Form] = "standard",
         on_fallback: OnFallback | None = None,
         graph: bool = False,
+        fused: bool = False,
         workspace: Workspace | None = None,
     ) -> None:
         """Args:
@@ -124,6 +126,8 @@ class Muon(MatrixOptimizer):
             on_fallback: Called, on CPUs, when an update was repeated in standard form.
             graph: On CUDA, capture the update of all matrices of a parameter group as a CUDA graph and replay
                 it (`graphs`), except while one of them is in standard form after an untrusted update.
+            fused: On CUDA, let weights that are updated alone in Gram form decay and move in one kernel, a
+                private function of torch; else in two passes over a rounded update, as in a stack.
             workspace: Scratch shared with other optimizers; None for a separate workspace.
 
         Raises:
@@ -147,6 +151,7 @@ class Muon(MatrixOptimizer):
         self._trusted: dict[torch.Tensor, torch.Tensor] = {}
         """The flag of each matrix on CUDA, () bool: true if its last update in Gram form could be trusted."""
         self.graph = graph
+        self.fused = fused
         self._replayed: dict[int, Replayed] = {}
         self._rates: dict[int, torch.Tensor] = {}
 
@@ -211,7 +216,7 @@ class Muon(MatrixOptimizer):
         run = Run.from_matrix(p)
         norm = self._direction(run, group["momentum"], x, side=min(p.shape))
         x = self._orthogonalise(x, [p], [norm], group)
-        self._apply(run, x, group, self._trusted.get(p) if self._form(p) == "gram" else None)
+        self._apply(run, x, group, self._trusted.get(p) if self.fused and self._form(p) == "gram" else None)
 
     def _update_stack(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
         """Updates matrices of the same shape and form: orthogonalises all of them in one batch, and makes one
@@ -284,14 +289,14 @@ class Muon(MatrixOptimizer):
 
     def _gram_form_on_cuda(self, x: torch.Tensor, matrices: list[torch.Tensor], norms: Sequence[Norms]) -> torch.Tensor:
         """Orthogonalises `x` in Gram form, and records which updates are trusted. An untrusted update becomes
-        0; only the fp32 result of a single matrix is left as it is, and `_move` skips it."""
-        writes_fp32 = x.dtype is torch.float16 and x.ndim == 2
+        0; only with `fused` the fp32 result of a single matrix is left as it is, and `_move` skips it."""
+        writes_fp32 = self.fused and x.dtype is torch.float16 and x.ndim == 2
         # The unscaled direction is no longer needed, so its buffer takes the result.
         into = self.workspace.like("muon_direction", matrices[0]) if writes_fp32 else None
         result, trusted = gram_newton_schulz(x, self.steps, self.workspace, into)
         trusted |= torch.cat([torch.as_tensor(norm).view(-1) for norm in norms]).view_as(trusted) == 0
         self._record_trust(matrices, trusted)
-        if x.ndim == 2 and result.dtype is torch.float32:
+        if self.fused and x.ndim == 2 and result.dtype is torch.float32:
             return result  # `_move` skips it if it is untrusted
         # Filled rather than multiplied by 0, because an untrusted result may be NaN.
         return result.masked_fill_(trusted.logical_not().view(*trusted.shape, 1, 1), 0)
@@ -371,7 +376,8 @@ class Muon(MatrixOptimizer):
         """Moves the weights of a run by the orthogonalised direction `x`.
 
         Args:
-            trusted: See `_move`; None for matrices of a stack, whose untrusted directions are 0.
+            trusted: See `_move`; None for matrices whose untrusted directions are 0: without `fused`, and in a
+                stack.
         """
         rows, cols = run.matrices[0].shape
         self._move(run.weights, x, group, (rows, cols), trusted)

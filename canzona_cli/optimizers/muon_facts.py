@@ -70,8 +70,9 @@ class MomentumConfig(NewtonSchulzConfig):
         Literal["auto"] | Form,
         "How Newton-Schulz is computed. standard: every step multiplies the matrix. gram: steps multiply its Gram"
         " matrix, and only every other step the matrix, which is less work if one side is longer. auto: for each shape"
-        " the form that the cost model predicts to be faster, but standard in bf16 on CPUs with bf16 instructions (too"
-        " imprecise for gram), with the coefficients cans, and in Megatron's own Muon (sc, layerwise).",
+        " the form that the cost model predicts to be faster, but standard on GPUs unless cluster.verified has gram, in"
+        " bf16 on CPUs with bf16 instructions (too imprecise for gram), with the coefficients cans, and in Megatron's"
+        " own Muon (sc, layerwise).",
         CURVE | PLAN,
     ] = "auto"
     stack: Annotated[
@@ -83,8 +84,8 @@ class MomentumConfig(NewtonSchulzConfig):
     graph: Annotated[
         Literal["auto"] | bool,
         "On GPUs, capture the updates of a micro-group as one CUDA graph and replay it; if that fails, updates run"
-        " kernel by kernel, with a warning. auto: on GPUs. Results stay the same, only launch costs in plans change:"
-        " cluster.graph_launch_us per operation, and launch_us per micro-group.",
+        " kernel by kernel, with a warning. auto: if cluster.verified has graphs. Results stay the same, only launch"
+        " costs in plans change: cluster.graph_launch_us per operation, and launch_us per micro-group.",
         PLAN,
     ] = "auto"
 
@@ -109,26 +110,27 @@ def _muon(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
 
     Bytes per element, where w is the width of the matmuls' dtype: momentum 12, Nesterov 12, norm 4, division
     4 + w, weight decay 8, weight 8 + w, the check for finite values 4, the copy of the weight for the model 4
-    + w. In Gram form the last matmul writes fp32, so decay and weight take one pass of 12. In a stack decay
-    and weight remain two passes, and zeroing untrusted updates takes 2 w.
+    + w. In Gram form the last matmul writes fp32, so decay and weight take one pass of 12. In a stack, and
+    without the fused kernel (`Algorithm.fused`), decay and weight remain two passes, and zeroing untrusted
+    updates takes 2 w.
     """
     iteration, w = iteration_work(a, rows, cols), matmul_bytes(a)
     traffic = iteration.traffic + (40 + 2 * w + _move_bytes(a)) * rows * cols
-    launches = iteration.launches + MUON_AROUND + (2 if _in_one_pass(a) else 0)
+    launches = iteration.launches + MUON_AROUND + (2 if a.form == "gram" and a.stack is not True else 0)
     return replace(iteration, traffic=traffic, launches=launches), ()
 
 
 def _move_bytes(a: Algorithm) -> int:
-    """Returns the bytes per element of Muon's passes for weight decay, weight and, in a stack, untrusted
-    updates."""
+    """Returns the bytes per element of Muon's passes for weight decay, weight and, unless they take one pass,
+    untrusted updates in Gram form."""
     w = matmul_bytes(a)
     return 12 if _in_one_pass(a) else 16 + (3 if a.form == "gram" else 1) * w
 
 
 def _in_one_pass(a: Algorithm) -> bool:
-    """Returns True if weight decay and update take one pass, because the Gram form's last matmul writes
-    fp32."""
-    return a.form == "gram" and a.stack is not True
+    """Returns True if weight decay and update take one pass, because the Gram form's last matmul writes fp32
+    and the kernel for both may be used."""
+    return a.form == "gram" and a.stack is not True and a.fused
 
 
 def _normuon(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
@@ -139,7 +141,7 @@ def _normuon(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]
     """
     muon, no_refresh = _muon(a, rows, cols)
     w = matmul_bytes(a)
-    zeroing = 2 * w if a.form == "gram" and a.stack is True else 0
+    zeroing = 2 * w if a.form == "gram" and not _in_one_pass(a) else 0
     scaled = 12 if _in_one_pass(a) else 2 * w + 4
     traffic = muon.traffic + (scaled + (12 if _in_one_pass(a) else 20) + zeroing - _move_bytes(a)) * rows * cols
     return replace(muon, traffic=traffic, launches=muon.launches + 8), no_refresh

@@ -72,8 +72,8 @@ def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None
             {
                 name: value if value is None or isinstance(value, str | int | float) else json.dumps(value)
                 for name, value in profile.items()
-                # Left out if false or 0, so that older plans keep their hashes.
-                if value or name not in ("bf16_in_fp32", "headroom_gib", "dispatch_overlap")
+                # Left out if false, 0 or empty, so that older plans keep their hashes.
+                if value or name not in ("bf16_in_fp32", "headroom_gib", "dispatch_overlap", "verified")
             }
         ),
     )

@@ -11,6 +11,7 @@ from canzona_cli.planner.plan_file import ObtainedPlan
 from canzona_cli.run.breakdown import describes_machine
 from canzona_cli.run.corpus import PreparedCorpus, supply
 from canzona_cli.run.words import count, duration, layout_code, layout_words, plural, size, step_time
+from canzona_cli.simulate.fast_paths import FastPaths
 from canzona_cli.simulate.predict import Outlook
 
 if TYPE_CHECKING:
@@ -91,6 +92,25 @@ def outlook_rows(config: RunConfig, outlook: Outlook) -> Iterator[tuple[str, str
     copies, bytes_ = outlook.checkpoints_kept, outlook.checkpoint_bytes
     disk = f"{size(bytes_)} each, {copies} kept: {size(copies * bytes_)} on disk"
     yield "checkpoints", f"{disk}; saving needs about {size(outlook.host_bytes)} of host memory on each machine"
+
+
+def fast_path_rows(paths: FastPaths, result_s: tuple[float, float], hint: str = "") -> Iterator[tuple[str, str]]:
+    """Yields a row about the fast paths that a run leaves off; nothing if there are none.
+
+    Args:
+        result_s: the simulated seconds of the run's step, and of the optimizer in it.
+        hint: how to see the gain if it was not simulated.
+    """
+    if not paths.off:
+        return
+    words = f"off until verified on these GPUs (canzona doctor --gpu-check): {', '.join(paths.off)}"
+    if (once := paths.once_verified) is not None and once.paths:
+        after, before = (
+            f"{step_time(step_s)} a step, {step_time(optimizer_s)} for the optimizer"
+            for step_s, optimizer_s in ((once.iteration_s, once.optimizer_s), result_s)
+        )
+        hint = f"once verified ({', '.join(once.paths)}): {after}, instead of {before} (simulated)"
+    yield "fast paths", "; ".join(part for part in (words, hint) if part)
 
 
 def _cost(config: RunConfig, outlook: Outlook) -> str:

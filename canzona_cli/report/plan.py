@@ -13,7 +13,7 @@ from canzona_cli.costs.memory import GIB
 from canzona_cli.costs.update import RULES
 from canzona_cli.planner.measures import UpdateKind, kinds
 from canzona_cli.report.charts import MEMORY, Bar, Bars, Lanes, LoadMaps, phase_bar, planned_lanes
-from canzona_cli.report.header import describe_batch, describe_layout, outlook_rows, rank_word
+from canzona_cli.report.header import describe_batch, describe_layout, fast_path_rows, outlook_rows, rank_word
 from canzona_cli.report.page import Page, Paragraph, Screen, items, joined, labelled_rows, note, paragraph, section_head
 from canzona_cli.report.tables import GroupedTable, column, rows_table
 from canzona_cli.run.breakdown import describes_machine
@@ -95,6 +95,7 @@ class PlanView(Page):
         busiest = f"{step_time(balance.slowest_s)} of updates on rank {balance.slowest.rank}"
         reached = f"{balance.grid:.3f} (bound {balance.lower_bound:.3f})"
         yield "load balance", f"{reached}: {busiest}, mean {step_time(balance.mean_s)}"
+        yield from self._fast_paths(simulated=False)
 
     def _rows(self) -> Iterator[tuple[str, Text | str]]:
         """Yields the rows of the verbose view."""
@@ -129,6 +130,17 @@ class PlanView(Page):
             weights = f"{communication.dp_gathers:,} ({_bucket_counts(communication.gathered_by)})"
             yield "collectives", f"gradients: {gradients}, weights: {weights}"
         yield "optimizer", self._comparison_text()
+        yield from self._fast_paths(simulated=True)
+
+    def _fast_paths(self, *, simulated: bool) -> Iterator[tuple[str, str]]:
+        """Yields the row about the fast paths that the run leaves off.
+
+        Args:
+            simulated: True to simulate the step with them.
+        """
+        result = self.study.planned.result
+        paths, hint = self.study.fast_paths(simulated=simulated), "" if simulated else "-v shows the gain"
+        yield from fast_path_rows(paths, (result.iteration_s, result.optimizer_s), hint)
 
     def _update_rows(self) -> Iterator[tuple[str, Text | str]]:
         """Yields the rows about the time of updates."""

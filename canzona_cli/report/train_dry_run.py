@@ -24,10 +24,12 @@ from canzona_cli.model.matrices import routing
 from canzona_cli.planner.measures import balance
 from canzona_cli.planner.plan_file import ObtainedPlan
 from canzona_cli.report.charts import MEMORY
-from canzona_cli.report.header import header_rows, outlook_rows, rank_word
+from canzona_cli.report.header import fast_path_rows, header_rows, outlook_rows, rank_word
 from canzona_cli.report.page import Page, Screen, labelled_rows, paragraph
+from canzona_cli.run.breakdown import Prediction
 from canzona_cli.run.corpus import PreparedCorpus, supply
 from canzona_cli.run.words import plural
+from canzona_cli.simulate.fast_paths import FastPaths
 from canzona_cli.simulate.predict import Outlook
 
 VERSION = 2
@@ -92,6 +94,9 @@ class DryRun(Page):
     """The corpus of the run; None for the built-in corpus in a dry run, which does not prepare it."""
     plan: ObtainedPlan | None
     outlook: Outlook
+    predicted: Prediction
+    fast_paths: FastPaths
+    """The fast paths that the run leaves off, and its step with them."""
     memory: Memory
     command: LaunchCommand
     card: Card | None = None
@@ -111,6 +116,7 @@ class DryRun(Page):
                 "worst_rank": memory.worst_rank,
             },
             "outlook": asdict(self.outlook),
+            "fast_paths": asdict(self.fast_paths),
             "data": self._sets(),
             "nodes": node_count(self.config),
             "ranks_per_node": ranks_per_node(self.config),
@@ -135,6 +141,7 @@ class DryRun(Page):
             *header_rows(self.config, self.layout, corpus=self.corpus, plan=self.plan, routed=routed),
             ("memory", self._memory()),
             *outlook_rows(self.config, self.outlook),
+            *fast_path_rows(self.fast_paths, (self.predicted.iteration_s, self.predicted.optimizer_s)),
             *self._card(),
         ]
         yield from labelled_rows(rows, 13, indent=0)

@@ -32,6 +32,7 @@ from canzona_cli.planner.memory import PlanMemory, plan_memory
 from canzona_cli.planner.plan import Plan, sum_by_cell
 from canzona_cli.planner.reduction import GATHERED_AHEAD
 from canzona_cli.run import phases
+from canzona_cli.simulate.fast_paths import FastPaths, fast_paths
 from canzona_cli.simulate.predict import Outlook, outlook, simulate_plan, with_cores, workload_without_plan
 from canzona_cli.simulate.step import Refreshes, StrategyResult, refreshes, simulate_tp_modes
 from canzona_cli.simulate.update import UpdateModel, Workload
@@ -90,6 +91,8 @@ class Study:
     planning_s: float
     variants: tuple[Variant, ...] = ()
     """The plans of `--compare alpha` or `--compare form`."""
+    shapes: ModelShapes | None = None
+    """The user's shapes if these were planned instead of `config.model`."""
 
     @property
     def strategy(self) -> str:
@@ -156,6 +159,14 @@ class Study:
         if not isinstance(self.config.optimizer, KroneckerConfig):
             return None
         return refreshes(self.config, self.plan.matrices, self.plan.assignment.cells)
+
+    def fast_paths(self, *, simulated: bool) -> FastPaths:
+        """Returns the fast paths that the run leaves off.
+
+        Args:
+            simulated: True to simulate the step with them, which takes as long as planning the run.
+        """
+        return fast_paths(self.config, self.layout, self.shapes, simulated=simulated)
 
     def figures(self, strategy: str) -> dict[str, object]:
         """Returns a strategy's entry in the output of `--json`."""
@@ -233,6 +244,7 @@ class Study:
                 for variant in self.variants
             ],
             "assumptions": list(self.assumptions),
+            "fast_paths_off": list(self.fast_paths(simulated=False).off),
             "planning_s": self.planning_s,
         }
 
@@ -287,6 +299,7 @@ def study_run(
         strategies=MappingProxyType(strategies),
         assumptions=assumptions(),
         variants=tuple(_variants(config, layout, shapes, plan, compare)),
+        shapes=shapes,
         planning_s=time.perf_counter() - start,
     )
 

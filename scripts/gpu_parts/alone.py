@@ -1,4 +1,4 @@
-"""The parts of the check that start no training run: CUDA graphs of Muon's updates, the choice of kernels, and large
+"""The parts of the check that start no training run: fast paths of Muon's updates, the choice of kernels, and large
 updates on a hot GPU."""
 
 import time
@@ -10,6 +10,7 @@ from typing import Final
 import torch
 
 from canzona_cli.calibrate.compute import Group, Variant
+from canzona_cli.calibrate.fast_paths import Compared, compare
 from canzona_cli.calibrate.timing import Team
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import RunConfig
@@ -31,44 +32,10 @@ LADDER_S: Final = 20.0
 """The longest accepted choice of kernels for a model size, in seconds, including their compilation."""
 
 
-def graphs(setup: Setup) -> Outcome:
-    """Checks that updates replayed from CUDA graphs equal updates without graphs, for two optimizers in succession.
-
-    The first optimizer is freed before the second is made. The current stream must not change.
-    """
-    rows, cols = (1024, 4096) if setup.device == "cuda" else SMALL
-    distances: list[float] = []
-    captures: list[int] = []
-    stream = _stream(setup)
-    for _ in range(2):
-        torch.manual_seed(1)
-        replayed, plain = (_weights_after(setup, rows, cols, graph=graph) for graph in (True, False))
-        distances.append(max(float((a - b).abs().max()) for a, b in zip(replayed[0], plain[0], strict=True)))
-        captures.append(replayed[1])
-        del replayed, plain
-        if setup.device == "cuda":
-            torch.cuda.empty_cache()
-    same = _stream(setup) == stream
-    fine = same and max(distances) == 0 and (setup.device == "cpu" or min(captures) == 1)
-    summary = f"{captures[0]} and {captures[1]} graphs captured, weights differ by {max(distances):.2g} from no graphs"
-    summary += "" if same else "; the current stream has changed"
-    numbers = {"captures": captures, "apart": distances, "stream_restored": same}
-    return Outcome(status="pass" if fine else "short", summary=summary, numbers=numbers)
-
-
-def _stream(setup: Setup) -> object:
-    return torch.cuda.current_stream() if setup.device == "cuda" else None
-
-
-def _weights_after(setup: Setup, rows: int, cols: int, *, graph: bool) -> tuple[list[torch.Tensor], int]:
-    """Updates a few matrices six times; returns the weights and the number of captured graphs."""
-    torch.manual_seed(0)
-    config = _muon(setup, "standard", graph=graph, extra=("model.num_layers=4",))
-    group = Group(Variant(config=config, label="muon"), rows, cols, torch.device(setup.device))
-    for _ in range(6):
-        group.update()
-    weights = [p.detach().clone() for settings in group.optimizer.param_groups for p in settings["params"]]
-    return weights, getattr(group.optimizer, "captures", 0)
+def fast_path(setup: Setup, path: Compared) -> Outcome:
+    """Compares updates with a fast path with updates without it."""
+    check = compare(path, torch.device(setup.device))
+    return Outcome(status="pass" if check.agrees else "short", summary=check.summary)
 
 
 def ladder(setup: Setup) -> Outcome:

@@ -147,10 +147,11 @@ def checkpoint(setup: Setup) -> Outcome:
 
 
 def doubts(setup: Setup) -> Outcome:
-    """Counts the updates in Gram form that are doubted because of rounding, in the first steps of a real run."""
+    """Counts the updates in Gram form that are doubted because of rounding, in the first steps of a real run, whose
+    updates are replayed as CUDA graphs."""
     steps = DOUBT_STEPS if setup.device == "cuda" else 4
     size = ("recipe=qwen3-0.6b", "train.batch_tokens=16384") if setup.device == "cuda" else tiny(setup)
-    form = () if setup.device == "cpu" else ("optimizer.form=gram",)
+    form = () if setup.device == "cpu" else ("optimizer.form=gram", "optimizer.graph=true")
     overrides = (*size, *form, "data=stdlib-bytes", *_PLAIN, "checkpoint.at_end=false", f"train.steps={steps}")
     trained = train(setup, {"doubts": (*overrides, *on_device(setup))})["doubts"]
     matrices = len(read_plan(trained.files.plan).matrices)

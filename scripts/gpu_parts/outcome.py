@@ -5,9 +5,9 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
-from canzona_cli.config.schema import Device
+from canzona_cli.config.schema import Device, FastPath
 
 VERSION = 2
 """The version of the JSON file."""
@@ -149,8 +149,14 @@ def _compared(comparisons: Sequence[Comparison]) -> Iterator[str]:
         yield "  ".join((f"{what:{widths[0]}}", *cells)).rstrip()
 
 
+def verified(setup: Setup, results: Sequence[PartResult]) -> list[FastPath]:
+    """Lists the fast paths whose parts passed on the GPUs: the value of `cluster.verified`."""
+    passed = {result.part for result in results if result.outcome.status == "pass"}
+    return [path for path in get_args(FastPath) if setup.device == "cuda" and path in passed]
+
+
 def content(setup: Setup, about: Mapping[str, object], results: Sequence[PartResult]) -> str:
     """Returns the content of the JSON file."""
     parts = [{"part": part.part, "seconds": round(part.seconds, 1), **asdict(part.outcome)} for part in results]
     head = {"version": VERSION, "device": setup.device, "gpu": setup.name, "gpus": setup.gpus, **about}
-    return json.dumps({**head, "parts": parts}, indent=1)
+    return json.dumps({**head, "verified": verified(setup, results), "parts": parts}, indent=1)

@@ -5,9 +5,13 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import get_args
 
+from canzona_cli.config.schema import Mode
 from canzona_cli.planner.plan_file import read_plan
+from gpu_parts.losses import compare_curves
 from gpu_parts.one_gpu import against_cpu, continued, profiled
 from gpu_parts.outcome import Outcome, Setup, Status
 from gpu_parts.runs import Run, on_device, run, train
@@ -29,6 +33,25 @@ def split(setup: Setup, axis: str) -> Outcome:
 def split_overrides(setup: Setup, axis: str) -> tuple[str, ...]:
     sizes = {"tp": 1, "pp": 1, "cp": 1} | ({} if axis == "dp" else {axis: 2})
     return continued(setup, *on_device(setup, gpus=2), *(f"parallel.{name}={ranks}" for name, ranks in sizes.items()))
+
+
+def shared(setup: Setup) -> Outcome:
+    """Compares two tensor-parallel ranks that share matrices with two that host them, both in Gram form, and with a CPU
+    rank, from the same weights on the same batches."""
+    exact = run(setup, "cpu-fp32")
+    runs = train(setup, {f"{mode}2": shared_overrides(setup, mode) for mode in get_args(Mode)})
+    checked, hosted = runs["shared2"], runs["hosted2"]
+    modes = Counter(read_plan(checked.files.plan).modes)
+    against_hosted = compare_curves(checked.losses, hosted.losses, exact.losses)
+    outcome = against_cpu(setup, checked)
+    passed = outcome.status == "pass" and against_hosted.holds and modes["shared"] > 0 and not checked.fallbacks
+    summary = f"{modes['shared']} of {modes.total()} matrices shared, losses {against_hosted} from hosted ones"
+    numbers = {"hosted": hosted.losses, **outcome.numbers}
+    return Outcome(status="pass" if passed else "short", summary=f"{summary}; {outcome.summary}", numbers=numbers)
+
+
+def shared_overrides(setup: Setup, mode: Mode) -> tuple[str, ...]:
+    return (*split_overrides(setup, "tp"), "optimizer.form=gram", f"engine.mode={mode}")
 
 
 def overlap(setup: Setup) -> Outcome:

@@ -88,10 +88,13 @@ def test_proc_files(tmp_path: Path) -> None:
 
 
 def test_the_listing_of_nvidia_smi() -> None:
-    listing = "NVIDIA H100 80GB HBM3, 81559, GPU-1, 580.65.06\nNVIDIA GB10, [N/A], GPU-2, 580.65.06\n"
+    listing = "NVIDIA H100 80GB HBM3, 81559, GPU-1, 580.65.06, 9.0\nNVIDIA GB10, [N/A], GPU-2, 580.65.06, [N/A]\n"
+    driver = "580.65.06"
     assert read_smi(listing) == (
-        GpuInfo(name="NVIDIA H100 80GB HBM3", memory_bytes=81559 << 20, uuid="GPU-1", driver="580.65.06"),
-        GpuInfo(name="NVIDIA GB10", memory_bytes=0, uuid="GPU-2", driver="580.65.06"),
+        GpuInfo(
+            name="NVIDIA H100 80GB HBM3", memory_bytes=81559 << 20, uuid="GPU-1", driver=driver, compute_capability=9.0
+        ),
+        GpuInfo(name="NVIDIA GB10", memory_bytes=0, uuid="GPU-2", driver=driver),
     )
     assert read_smi("No devices were found\n") == ()
     assert read_smi(None) is None, "then the kernel is asked"

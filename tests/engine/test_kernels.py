@@ -173,7 +173,7 @@ def test_what_has_no_symmetric_products_has_no_choices(optimizer: str) -> None:
 
 def test_a_kernel_is_tried_in_the_type_that_the_shape_has_in_its_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """Squares that both forms multiply are tried in both types."""
-    config = _config("model=qwen3-8b", "cluster=h100-80g", "optimizer.stack=false")
+    config = _config("model=qwen3-8b", "cluster=h100-80g", "cluster.verified=[gram]", "optimizer.stack=false")
     forms = {form_of(algorithm_of(config), *shape, config.cluster) for shape in matrix_shapes(config)}
     assert forms == {"standard", "gram"}, "the test is of nothing"
     found = matmul_shapes(config, DEVICE)

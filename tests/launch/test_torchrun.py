@@ -1,5 +1,7 @@
 """The torchrun command and environment: what is asked for, nothing of the user's overwritten, safe to paste."""
 
+import ast
+import inspect
 import os
 import resource
 import shlex
@@ -8,11 +10,13 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed.run import get_args_parser
 
+from canzona_cli.cluster.gpus import GpuInfo
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.launch import torchrun
 from canzona_cli.launch.torchrun import LaunchCommand, build, worker_environment
@@ -116,10 +120,53 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert threads == {1: "12", 2: "6", 5: "2", 24: "1"}
 
 
-def test_a_gpu_run_has_a_queue_for_every_stream_and_memory_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("capability", [None, 8.0, 9.0, 10.0, 12.1])
+@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (1, 2)])
+def test_gpus_have_the_hardware_queues_that_megatron_requires(
+    capability: float | None, tp: int, cp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron checks the layout and the GPU, and refuses other numbers of queues."""
+    arguments = pytest.importorskip("megatron.training.arguments")
+    seen = () if capability is None else (GpuInfo(name="", memory_bytes=0, compute_capability=capability),)
+    monkeypatch.setattr(torchrun, "gpu_inventory", lambda: seen)
+    config = on_cuda()
+    found = worker_environment(replace(config, parallel=replace(config.parallel, tp=tp, cp=cp)))
+    monkeypatch.setattr(arguments, "get_device_arch_version", lambda: int(capability or 9))
+    needs_one = _megatron_refuses(arguments, tp, cp, "32", monkeypatch)
+    assert found["CUDA_DEVICE_MAX_CONNECTIONS"] == ("1" if needs_one else "32")
+    assert needs_one == ((capability or 9) < 10 and (tp, cp) != (1, 1))
+    assert not _megatron_refuses(arguments, tp, cp, found["CUDA_DEVICE_MAX_CONNECTIONS"], monkeypatch)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    assert worker_environment(config)["CUDA_DEVICE_MAX_CONNECTIONS"] == "8", "the user's own"
+
+
+def _megatron_refuses(arguments: ModuleType, tp: int, cp: int, queues: str, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Returns whether the check of Megatron that names the variable refuses a number of queues: that statement of
+    `validate_args` is run alone."""
+    tree = ast.parse(inspect.getsource(arguments.validate_args))
+    [check] = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If)
+        and "context_parallel_size > 1" in ast.unparse(node.test)
+        and "get_device_arch_version() < 10" in ast.unparse(node.test)
+    ]
+    given = SimpleNamespace(
+        tensor_model_parallel_size=tp, context_parallel_size=cp, rank=0,
+        use_torch_fsdp2=False, use_megatron_fsdp=False, overlap_moe_expert_parallel_comm=False,
+    )  # fmt: skip
+    with monkeypatch.context() as environment:
+        environment.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
+        try:
+            exec(compile(ast.Module([check], []), "validate_args", "exec"), {**vars(arguments), "args": given})
+        except AssertionError:
+            return True
+    return False
+
+
+def test_a_gpu_run_has_memory_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     config, cuda = run_config(), on_cuda()
     found = worker_environment(cuda)
-    assert int(found["CUDA_DEVICE_MAX_CONNECTIONS"]) == 32, "the most CUDA has"
     assert found["TORCH_NCCL_HIGH_PRIORITY"] == "1"
     wanted = found["PYTORCH_ALLOC_CONF"]
     assert "expandable_segments:True" in wanted

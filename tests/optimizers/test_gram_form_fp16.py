@@ -219,7 +219,7 @@ def test_weights_move_in_one_pass_as_in_two(
 
     def run(decay: float) -> list[torch.Tensor]:
         return reference.run(
-            lambda p: kind(p, lr, weight_decay=decay, nesterov=ahead, form="gram"),
+            lambda p: kind(p, lr, weight_decay=decay, nesterov=ahead, form="gram", fused=True),
             [(12, 40), (40, 12), (16, 16)],
             grads,
         )[0]
@@ -232,22 +232,29 @@ def test_weights_move_in_one_pass_as_in_two(
 
 
 @pytest.mark.usefixtures("_on_gpus")
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("kind", [Muon, NorMuon])
-def test_what_is_left_out_only_decays_even_if_not_finite(kind: type[Muon], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_left_out_only_decays_even_if_not_finite(
+    kind: type[Muon], fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And without the fused kernel, which is private to torch, it is not called."""
     monkeypatch.setattr(muon, "runs_in_blocks", lambda matrix: False)
     filled: list[float] = []
 
     def broken(x: torch.Tensor, _steps: Any, _workspace: Any, into: torch.Tensor | None = None) -> Any:
-        assert into is not None
-        assert into.dtype is torch.float32
-        return into.fill_(filled[-1]), torch.zeros((), dtype=torch.bool)
+        assert (into is not None) is fused
+        assert into is None or into.dtype is torch.float32
+        return (x if into is None else into).fill_(filled[-1]), torch.zeros((), dtype=torch.bool)
+
+    if not fused:
+        monkeypatch.delattr(torch, "_fused_sgd_")
 
     monkeypatch.setattr(muon, "gram_newton_schulz", broken)
     for number in (math.nan, math.inf, 3.0):
         filled.append(number)
         (p,) = reference.weights([(12, 40)])
         before = p.detach().clone()
-        optimizer = kind([p], 0.02, form="gram", weight_decay=0.5)
+        optimizer = kind([p], 0.02, form="gram", weight_decay=0.5, fused=fused)
         p.grad = torch.ones(12, 40)
         optimizer.step()
         torch.testing.assert_close(p.detach(), before * (1 - 0.02 * 0.5))

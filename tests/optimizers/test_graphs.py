@@ -95,7 +95,7 @@ def test_in_gram_form_a_new_decay_is_captured_a_rate_is_not(on_cuda: Device, mon
     # CUDA's kernel takes the rate from the device, which torch reads back on a processor, and so do we numbers.
     monkeypatch.setattr("canzona_cli.optimizers.gram_form._number", lambda of_each: of_each[..., None, None])
     monkeypatch.setattr("canzona_cli.optimizers.muon_cuda._descend", descend)
-    make = partial(Muon, form="gram", precision="fp32")
+    make = partial(Muon, form="gram", precision="fp32", fused=True)
     assert_equal(train(make, graph=True), train(make, graph=False))
     assert not on_cuda.made
     monkeypatch.setattr(f"{__name__}.RATES", [(lr, 0.1 if step < 3 else 0.2) for step, (lr, _) in enumerate(RATES)])

@@ -70,6 +70,7 @@ EVERYDAY = (
 )
 
 
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize(
     ("kind", "form", "stack", "precision"),
     [
@@ -78,9 +79,9 @@ EVERYDAY = (
     ],
 )
 def test_muon_reads_nothing_back(
-    kind: type[Muon], form: Form, stack: bool, precision: Literal["bf16", "fp32"], reads: list[str]
+    kind: type[Muon], form: Form, stack: bool, precision: Literal["bf16", "fp32"], fused: bool, reads: list[str]
 ) -> None:
-    optimizer = stepped(lambda params: kind(params, 0.02, form=form, stack=stack, precision=precision))
+    optimizer = stepped(lambda params: kind(params, 0.02, form=form, stack=stack, precision=precision, fused=fused))
     assert isinstance(optimizer, Muon)
     assert reads == []
     doubted = optimizer.untrusted_count()

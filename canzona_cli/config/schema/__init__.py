@@ -7,7 +7,7 @@ say, or that there is no value. To add a setting, add one annotated field here (
 line to each recipe that needs a value other than the default.
 """
 
-from canzona_cli.config.schema.cluster import ClusterConfig, Collective, Device
+from canzona_cli.config.schema.cluster import ClusterConfig, Collective, Device, FastPath
 from canzona_cli.config.schema.optimizer import OPTIMIZERS, CustomConfig, OptimizerConfig, OptimizerName, UpdateName
 from canzona_cli.config.schema.run import (
     BufferLayout,

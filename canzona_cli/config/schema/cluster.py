@@ -25,6 +25,9 @@ from canzona_cli.fields import (
 
 Device = Literal["cpu", "cuda"]
 Collective = Literal["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "send"]
+FastPath = Literal["gram", "graphs", "fused", "shared"]
+"""A faster way to run Muon's updates: the Gram form of the iteration, in fp16; CUDA graphs; weight decay and update
+in one kernel after the Gram form; matrices that a TP group updates together."""
 
 
 class HashedOnce:
@@ -160,6 +163,12 @@ class ClusterConfig(HashedOnce):
     graph_launch_us: Annotated[
         NotNegative, "Time added by launching one operation that is replayed in a CUDA graph."
     ] = 1.0
+    verified: Annotated[
+        tuple[FastPath, ...],
+        "GPUs only: the fast paths that ran on these GPUs and agreed with their references. Plans choose no others on"
+        " their own. `canzona doctor --gpu-check` and `canzona calibrate` find them out.",
+        Example("[gram,graphs]"),
+    ] = ()
     grouped_collectives: Annotated[
         bool,
         "Launch all reductions to the owners of a bucket (or broadcasts from them) as one NCCL group; false:"
@@ -268,6 +277,11 @@ class ClusterConfig(HashedOnce):
         """True if layers are built with Transformer Engine, which is assumed for GPUs if the setting is
         null."""
         return self.device == "cuda" if self.transformer_engine is None else self.transformer_engine
+
+    def may_choose(self, path: FastPath) -> bool:
+        """Returns True if plans and runs may choose a fast path that the user did not ask for by name: on GPUs, one
+        that has been verified there; on CPUs, any."""
+        return self.device == "cpu" or path in self.verified
 
     @property
     def calibrated(self) -> bool:

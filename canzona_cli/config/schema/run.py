@@ -86,7 +86,8 @@ class EngineConfig:
     mode: Annotated[
         Literal["auto"] | Mode,
         "Ranks that update a matrix: hosted (only its host), shared (all TP ranks of its owner, if optimizer"
-        " and matrix allow it), or auto (chosen for each matrix). paper and asc always use hosted.",
+        " and matrix allow it), or auto (chosen for each matrix; on GPUs hosted unless cluster.verified has shared)."
+        " paper and asc always use hosted.",
     ] = "auto"
     c_max_mib: Annotated[
         Positive | None, "Size limit of one rank's fused exchange; null: chosen automatically.", Example("64")
