@@ -13,6 +13,7 @@ timeline for ranks that share a machine's cores with all other ranks. `update_ph
 all ranks of a strategy.
 """
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -22,7 +23,7 @@ from canzona_cli.config.schema import Execution, Layout, RunConfig
 from canzona_cli.costs.links import Transfer
 from canzona_cli.costs.scratch import FP32
 from canzona_cli.costs.timeline import TaskTimes, Timeline
-from canzona_cli.costs.update import RULES, algorithm_of, memory_rate
+from canzona_cli.costs.update import RULES, UpdateTime, algorithm_of, memory_rate, summed
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.pipeline import Activity, Clock, HostedPipeline, Pipeline, make_jobs
 from canzona_cli.planner.plan import Assignment, Bucket, MicroGroup
@@ -39,7 +40,10 @@ class Workload:
     strategy: AnyStrategy
     matrices: Sequence[Matrix] = ()
     costs: Sequence[float] = ()
-    """The seconds to update each whole matrix on one rank."""
+    """The seconds to update each whole matrix on one rank that updates nothing else."""
+    times: Sequence[UpdateTime] = ()
+    """The times of the kernels and of the host of which each of `costs` is the longer one; empty if the host
+    takes no time."""
     assignment: Assignment | None = None
     """The owner and host of each matrix; for layerwise, only owners have a meaning. None for sc and adamw."""
     buckets: Sequence[Bucket] = ()
@@ -73,8 +77,16 @@ class RankUpdate:
 class UpdateModel:
     """The cost model of the updates and exchanges of a run's matrices."""
 
-    def __init__(self, config: RunConfig, layout: Layout, matrices: Sequence[Matrix], costs: Sequence[float]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        layout: Layout,
+        matrices: Sequence[Matrix],
+        costs: Sequence[float],
+        times: Sequence[UpdateTime] = (),
+    ) -> None:
         self._matrices, self._costs, self._tp = matrices, costs, layout.tp
+        self._times = times or [UpdateTime(cost) for cost in costs]
         self.pipeline = HostedPipeline.of(config, layout)
         self._memory_rate = memory_rate(config.cluster)
         self._updates_whole = config.execution is Execution.REDUNDANT
@@ -116,23 +128,34 @@ class UpdateModel:
         """Runs the updates of the matrices `members` on `rank`, which represents all ranks of its TP
         group."""
         pipeline = self.pipeline
-        for index in members:
+        times = [self._duplicated_time(index) for index in members]
+        pace = pace_of(times)
+        for index, time in zip(members, times, strict=True):
             matrix = self._matrices[index]
-            if matrix.expert_rank is not None:
-                rank.work(0, "matrix_update", pipeline.updating * self._costs[index])
-                continue
-            if self._tp > 1 and not matrix.replicated:
+            if self._tp > 1 and not matrix.replicated and matrix.expert_rank is None:
                 # Megatron gathers the fp32 update with its momentum; canzona's sc gathers the fp32 gradient.
                 gather = pipeline.links.all_gather(4.0 * matrix.elements, pipeline.group)
                 rank.wait(0, rank.exchange(gather.scaled(pipeline.exchanging)))
                 if self._updates_whole:
                     packed = matrix.fragment_elements(self._tp) * (pipeline.buffer + FP32)
                     rank.work(0, "exchange", (packed + 2 * FP32 * matrix.elements) * pipeline.byte_s)
-            elementwise_s = 0.0
-            if not (self._updates_whole or matrix.replicated):
-                elementwise_s = matrix.elements * self._fragment_bytes / self._memory_rate
-            seconds = max(0.0, self._costs[index] - (1 - 1 / self._tp) * elementwise_s)
-            rank.work(0, "matrix_update", pipeline.updating * seconds)
+            rank.work(0, "matrix_update", pipeline.updating * pace * time.alone_s)
+
+    def _duplicated_time(self, index: int) -> UpdateTime:
+        """Returns the time of a matrix's update on each TP rank. Megatron's Muon does the elementwise work of
+        a matrix that TP divides on its fragment."""
+        matrix, time = self._matrices[index], self._times[index]
+        if self._updates_whole or matrix.replicated or matrix.expert_rank is not None:
+            return time
+        elementwise_s = matrix.elements * self._fragment_bytes / self._memory_rate
+        return time._replace(device_s=max(0.0, time.device_s - (1 - 1 / self._tp) * elementwise_s))
+
+
+def pace_of(times: Sequence[UpdateTime]) -> float:
+    """Returns the seconds of a rank's updates relative to the sum of the seconds that each takes alone. It is
+    less than 1 if the launches of some matrices are hidden while others are updated."""
+    alone_s = math.fsum(time.alone_s for time in times)
+    return summed(times).alone_s / alone_s if alone_s else 1.0
 
 
 class SeparateDevices(Clock):
