@@ -26,7 +26,7 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import FastPath, Layout, RunConfig
 from canzona_cli.planner.make import make_plan
-from canzona_cli.run.words import MISSING, layout_words, milliseconds, overhead, step_time
+from canzona_cli.run.words import MISSING, layout_words, milliseconds, predicted_overhead, step_time
 from canzona_cli.simulate.compare import Study, study_run
 from canzona_cli.simulate.predict import simulate_plan, simulate_strategy
 from canzona_cli.simulate.step import StrategyResult
@@ -113,7 +113,7 @@ def plain_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
         steps = [
             step_time(studied.result(name).optimizer_s) if studied.strategies[name].fits else MISSING for name in names
         ]
-        overheads = ", ".join(overhead(studied.overhead(name)) for name in ("canzona", "layerwise", "sc"))
+        overheads = ", ".join(predicted_overhead(studied.overhead(name)) for name in ("canzona", "layerwise", "sc"))
         rows.append([f"{count:,}", words(studied.layout), *steps, overheads])
     listed = ",".join(map(str, gpus))
     return Table(
@@ -138,9 +138,9 @@ def best_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
             MISSING if studied is None else _described(studied.layout, studied.planned.result),
             MISSING if adamw is None else f"{words(adamw.layout)}: {step_time(adamw.iteration_s)}",
             MISSING if layerwise is None else _described(layerwise.layout, layerwise),
-            overhead(None if studied is None else studied.overhead("canzona")),
-            overhead(relative_overhead(studied, adamw)),
-            overhead(relative_overhead(layerwise, adamw)),
+            predicted_overhead(None if studied is None else studied.overhead("canzona")),
+            predicted_overhead(relative_overhead(studied, adamw)),
+            predicted_overhead(relative_overhead(layerwise, adamw)),
         ])  # fmt: skip
     return Table(
         caption=f"The iteration and, in brackets, its optimizer step, in the layouts that `canzona train --dry-run "
@@ -187,16 +187,17 @@ def sizes_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
                 f"{studied.balance.grid:.2f} ({studied.balance.lower_bound:.2f})",
                 milliseconds(result.phases["exchange"]),
                 f"{1 + studied.updates.gap:.2f}",
-                overhead(studied.overhead("canzona")),
-                overhead(ratios["these"]),
-                overhead(None if pessimistic is None else pessimistic.overhead("canzona")),
-                overhead(ratios["pessimistic"]),
+                predicted_overhead(studied.overhead("canzona")),
+                predicted_overhead(ratios["these"]),
+                predicted_overhead(None if pessimistic is None else pessimistic.overhead("canzona")),
+                predicted_overhead(ratios["pessimistic"]),
             ])  # fmt: skip
     rates = ", ".join(f"`{text}`" for text in PESSIMISTIC)
     summaries = [
-        f"{overhead(median(values))} in the median, from {overhead(min(values))} to {overhead(max(values))}"
+        f"{middle} in the median, from {least} to {most}"
         for values in overheads.values()
         if values
+        for middle, least, most in [map(predicted_overhead, (median(values), min(values), max(values)))]
     ]
     return Table(
         caption="Computed with `recipe=MODEL gpus=GPUS`, in the layout that canzona chooses. Balance is the slowest "
@@ -233,7 +234,7 @@ def arithmetics_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
         cells = []
         for variant in variants:
             result = simulate_plan(variant, layout, make_plan(variant, layout))
-            over_adamw = overhead(result.iteration_s / adamw.iteration_s - 1, digits=2)
+            over_adamw = predicted_overhead(result.iteration_s / adamw.iteration_s - 1)
             cells.append(f"{milliseconds(result.optimizer_s)} ms, {over_adamw}")
         rows.append([f"{count:,}", words(layout), *cells])
     return Table(
@@ -255,7 +256,7 @@ def optimizers_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
         ratios = [studied.optimizer_speedup(name) for name in ("asc", "layerwise", "sc")]
         times = [MISSING if ratio is None else f"{ratio:.1f}x" for ratio in ratios]
         step = f"{milliseconds(studied.planned.result.optimizer_s)} ms"
-        rows.append([f"`{optimizer}`", step, *times, overhead(studied.overhead("canzona"))])
+        rows.append([f"`{optimizer}`", step, *times, predicted_overhead(studied.overhead("canzona"))])
     return Table(
         caption=f"Computed with `recipe={MODEL} gpus={PAPERS_GPUS} {' '.join(PAPERS_LAYOUT)} optimizer=NAME`. The "
         "optimizer steps of the other strategies are multiples of canzona's:",

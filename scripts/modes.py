@@ -26,6 +26,7 @@ from canzona_cli.config.schema import FastPath, Form, Layout, Mode, MomentumConf
 from canzona_cli.model.shapes import ModelShapes, load_shapes
 from canzona_cli.planner.make import plan_unbounded
 from canzona_cli.planner.measures import Balance, balance
+from canzona_cli.run.words import predicted_overhead
 from canzona_cli.simulate.compare import with_shapes
 from canzona_cli.simulate.predict import simulate_plan, simulate_strategy
 
@@ -109,8 +110,8 @@ def main() -> None:
         adamw_s = simulate_strategy(cell.config, mesh, "adamw", ()).iteration_s
 
         def shown(plan: Planned, adamw_s: float = adamw_s) -> str:
-            over = 100 * (plan.iteration_s / adamw_s - 1)
-            figures = f"{plan.update_ms:.1f} ms, {plan.optimizer_ms:.1f} ms, {over:+.2f}%"
+            over = predicted_overhead(plan.iteration_s / adamw_s - 1)
+            figures = f"{plan.update_ms:.1f} ms, {plan.optimizer_ms:.1f} ms, {over}"
             return f"{plan.balance.grid:.2f} / {plan.balance.lower_bound:.2f}; {figures}"
 
         standard, hosted = cell.plan("hosted", "standard"), cell.plan("hosted")

@@ -3,9 +3,9 @@
 
     python scripts/published.py [--rows FILE] [--html FILE] [--json FILE] [--quick] [--gpu-check FILE ...]
 
-An error is predicted / measured - 1; the error of a layout is the mean over its numbers of GPUs. "Left out" is the
-error of a layout if the fitted numbers are fitted only to the other models. Exits 1 if a goal is missed, or if two
-layouts of a model are predicted in the wrong order.
+An error is predicted / measured - 1; the error of a layout is the mean over its numbers of GPUs. Summaries keep rows to
+which a number was fitted apart from all others. Exits 1 if a goal is missed, or if two layouts of a model are predicted
+in the wrong order.
 """
 
 import argparse
@@ -14,18 +14,19 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from optimizer_rows import PricedRow, price_rows, summary
 from published_rows import (
     ROWS,
     PredictedSeries,
     Published,
     compare,
     compare_orders,
-    fitted_series,
+    counted_series,
     load_published,
     mean_absolute_error,
     run_of,
@@ -38,7 +39,7 @@ from canzona_cli.report.document import Document, Section
 from canzona_cli.report.markup import Html, key, table_html, tag
 from canzona_cli.report.tables import Table
 
-GOALS = {"MAPE": 0.04, "worst layout": 0.08, "left out": 0.06, "memory": 0.04}
+GOALS = {"MAPE": 0.04, "worst layout": 0.08, "refit": 0.02, "memory": 0.08, "optimizer MAPE": 0.1}
 STEP = 0.03
 """The relative change of a fitted number for computing how predictions depend on it."""
 RANGES = {"sustained_tflops": 0.05, "passes": 0.25, "speed_spread": 0.5}
@@ -57,75 +58,97 @@ def main() -> int:
     parser.add_argument("--rows", type=Path, default=ROWS, help="a file of rows like scripts/published.yaml")
     parser.add_argument("--html", type=Path, help="also write a page with the scatter plot")
     parser.add_argument("--json", type=Path, help="also write the figures")
-    parser.add_argument("--quick", action="store_true", help='skip the fits for "left out"')
+    parser.add_argument("--quick", action="store_true", help="skip the fit to the series that are marked as fitted")
     parser.add_argument(
         "--gpu-check", type=Path, nargs="+", default=[], help="also print files of `canzona doctor --gpu-check`"
     )
     arguments = parser.parse_args()
     published = load_published(arguments.rows)
     compared = list(compare(published))
-    counted = fitted_series(compared)
-    left_out = {} if arguments.quick else errors_left_out(published, counted)
-    figures = figures_of(counted, left_out)
-    print("\n".join(tables(published, compared, left_out, figures)))
+    optimizer = list(price_rows(published.kernels, published.steps))
+    refit = None if arguments.quick else refitted(published, compared)
+    figures = figures_of(compared, optimizer, refit)
+    print("\n".join([*tables(published, compared, refit, figures), "", *optimizer_tables(optimizer)]))
     for file in arguments.gpu_check:
         print("\n".join(["", *measured_here(json.loads(file.read_text(encoding="utf-8")))]))
     if arguments.html:
-        arguments.html.write_text(published_page(compared, figures).text(), encoding="utf-8")
+        arguments.html.write_text(published_page(compared, optimizer, figures).text(), encoding="utf-8")
         print(f"\nPage: {arguments.html}")
     if arguments.json:
-        arguments.json.write_text(json.dumps(as_json(compared, left_out, figures), indent=2) + "\n", encoding="utf-8")
+        arguments.json.write_text(json.dumps(as_json(compared, optimizer, figures), indent=2) + "\n", encoding="utf-8")
     missed = [name for name, goal in GOALS.items() if figures.get(name, 0.0) > goal]
-    wrong = [f"{a.series.name} and {b.series.name}" for a, b, right in compare_orders(compared) if not right]
+    counted = [layout for layout in compared if layout.series.why_not_counted is None]
+    wrong = [f"{a.series.name} and {b.series.name}" for a, b, right in compare_orders(counted) if not right]
     if missed or wrong:
         print(f"\nGoals missed: {', '.join([*missed, *(f'order of {pair}' for pair in wrong)])}")
     return int(bool(missed or wrong))
 
 
-def figures_of(counted: Sequence[PredictedSeries], left_out: dict[str, float]) -> dict[str, float]:
-    """Returns the summary figures by name, as shares (0.01 is 1%). `GOALS` has limits for some of them."""
-    memory = [abs(row.memory_error) for layout in counted for row in layout.rows if row.memory_error is not None]
+def figures_of(
+    compared: Sequence[PredictedSeries], optimizer: Sequence[PricedRow], refit: "Refit | None"
+) -> dict[str, float]:
+    """Returns the summary figures by name, as shares (0.01 is 1%), of series and rows to which nothing was fitted.
+    `GOALS` has limits for some of them."""
+    tests = counted_series(compared)
+    memory = [abs(row.memory_error) for layout in compared for row in layout.rows if row.memory_error is not None]
+    mean_error, *_ = summary([row for row in optimizer if row.counted])
     return {
-        "MAPE": mean_absolute_error(counted),
-        "mean": math.fsum(layout.error for layout in counted) / len(counted),
-        "worst layout": max(abs(layout.error) for layout in counted),
-        "worst row": max(abs(row.error) for layout in counted for row in layout.rows),
-        **({"left out": max(map(abs, left_out.values()))} if left_out else {}),
-        **({"memory": max(memory)} if memory else {}),
+        "MAPE": mean_absolute_error(tests),
+        "mean": math.fsum(layout.error for layout in tests) / len(tests),
+        "worst layout": max(abs(layout.error) for layout in tests),
+        "worst row": max(abs(row.error) for layout in tests for row in layout.rows),
+        **({"refit": refit.most_changed} if refit else {}),
+        "memory": max(memory),
+        "optimizer MAPE": mean_error,
     }
 
 
-def errors_left_out(published: Published, counted: Sequence[PredictedSeries]) -> dict[str, float]:
-    """Returns, by name, the error of each series if the three numbers in `RANGES` are fitted only to the series of
-    other models.
+@dataclass(frozen=True, kw_only=True)
+class Refit:
+    """The numbers in `RANGES` if they are fitted only to the dense series that are marked as fitted."""
+
+    values: Mapping[str, float]
+    profile: Mapping[str, float]
+    """The numbers that predictions are made with."""
+    most_changed: float
+    """The largest relative change of the prediction of any other series."""
+
+
+def refitted(published: Published, compared: Sequence[PredictedSeries]) -> Refit:
+    """Fits the three numbers to the dense series that are marked as fitted.
 
     The fit minimises the squares of log(predicted / measured), with predictions linearised in the logarithms of the
     three numbers.
     """
+    counted = [*counted_series(compared, fitted=True), *counted_series(compared)]
     names = [layout.series.name for layout in counted]
     base = np.log([1 + layout.error for layout in counted])
     series = counted[0].series
     config, _ = run_of(series, published.models[series.model], min(series.step_s))
-    profile = config.cluster
-    assert profile.sustained_tflops is not None
+    cluster = config.cluster
+    assert cluster.sustained_tflops is not None
+    profile = {
+        "sustained_tflops": cluster.sustained_tflops,
+        "passes": ELEMENTWISE_PASSES[True],
+        "speed_spread": cluster.speed_spread,
+    }
     slopes = []
-    for varied in (
-        lambda: compare(published, {"sustained_tflops": (profile.sustained_tflops or 0.0) * (1 + STEP)}),
-        lambda: _with_passes(published, 1 + STEP),
-        lambda: compare(published, {"speed_spread": profile.speed_spread * (1 + STEP)}),
-    ):
-        errors = {layout.series.name: layout.error for layout in varied()}
+    for name, value in profile.items():
+        varied = (
+            _with_passes(published, 1 + STEP) if name == "passes" else compare(published, {name: value * (1 + STEP)})
+        )
+        errors = {layout.series.name: layout.error for layout in varied}
         slopes.append((np.log([1 + errors[name] for name in names]) - base) / math.log1p(STEP))
     jacobian = np.stack(slopes, axis=1)
     penalty = np.diag([0.02 / spread for spread in RANGES.values()])  # an error of 2% weighs as much as a full range
-    left_out: dict[str, float] = {}
-    for model in dict.fromkeys(layout.series.model for layout in counted):
-        fitted = np.array([layout.series.model != model for layout in counted])
-        matrix = np.concatenate([jacobian[fitted], penalty])
-        change = np.linalg.lstsq(matrix, np.concatenate([-base[fitted], np.zeros(len(penalty))]), rcond=None)[0]
-        for index in np.flatnonzero(~fitted):
-            left_out[names[index]] = math.expm1(base[index] + jacobian[index] @ change)
-    return left_out
+    fitted = np.array([layout.series.fitted for layout in counted])
+    matrix = np.concatenate([jacobian[fitted], penalty])
+    change = np.linalg.lstsq(matrix, np.concatenate([-base[fitted], np.zeros(len(penalty))]), rcond=None)[0]
+    return Refit(
+        values={name: value * math.exp(by) for (name, value), by in zip(profile.items(), change, strict=True)},
+        profile=profile,
+        most_changed=float(np.abs(np.expm1(jacobian[~fitted] @ change)).max()),
+    )
 
 
 def _with_passes(published: Published, factor: float) -> list[PredictedSeries]:
@@ -151,7 +174,7 @@ def scaled_passes(factor: float) -> Iterator[None]:
 
 
 def tables(
-    published: Published, compared: Sequence[PredictedSeries], left_out: dict[str, float], figures: dict[str, float]
+    published: Published, compared: Sequence[PredictedSeries], refit: Refit | None, figures: dict[str, float]
 ) -> Iterator[str]:
     heads = [
         "model",
@@ -160,9 +183,9 @@ def tables(
         "measured s",
         "predicted s",
         "error",
-        "left out",
         "drift measured / predicted",
         "memory",
+        "",
     ]
     yield f"| {' | '.join(heads)} |"
     yield "| --- " * len(heads) + "|"
@@ -176,36 +199,84 @@ def tables(
         series = layout.series
         drift = "" if first is last else " / ".join(f"{share:+.1%}" for share in layout.drift)
         memory = ", ".join(f"{row.memory_error:+.1%}" for row in layout.rows if row.memory_error is not None)
-        without = f"{left_out[series.name]:+.1%}" if series.name in left_out else ""
-        name = series.name + ("" if series.why_not_fitted is None else " *")
         yield (
-            f"| {name} | {series.layout}, sequence {series.seq_length:,} | {span} | {measured} | {predicted} "
-            f"| {layout.error:+.1%} | {without} | {drift} | {memory} |"
+            f"| {series.name} | {series.layout}, sequence {series.seq_length:,} | {span} | {measured} | {predicted} "
+            f"| {layout.error:+.1%} | {drift} | {memory} | {_mark(series.fitted, series.why_not_counted)} |"
         )
     yield ""
-    rows = sum(len(layout.rows) for layout in fitted_series(compared))
-    shown = (
-        f"{name} {value:{'+' if name == 'mean' else ''}.1%}" + (f" (goal {GOALS[name]:.0%})" if name in GOALS else "")
-        for name, value in figures.items()
-    )
-    yield f"{rows} steps in {len(fitted_series(compared))} series. {', '.join(shown)}"
-    if with_experts := fitted_series(compared, experts=True):
-        worst = max(abs(layout.error) for layout in with_experts)
-        yield (
-            f"Models with experts, the only ones to which the costs of experts are fitted: {len(with_experts)} series. "
-            f"MAPE {mean_absolute_error(with_experts):.1%}, worst layout {worst:.1%}"
+    yield f"Dense models. {_summary(counted_series(compared))}"
+    yield f"Dense models, fitted series. {_summary(counted_series(compared, fitted=True))}"
+    yield f"Models with experts. {_summary(counted_series(compared, experts=True))}"
+    yield f"Models with experts, fitted series. {_summary(counted_series(compared, fitted=True, experts=True))}"
+    peaks = sum(row.memory_error is not None for layout in compared for row in layout.rows)
+    yield f"Peak memory, to which nothing was fitted: {peaks} runs, at most {figures['memory']:.1%} off"
+    if refit is not None:
+        values, profile = (
+            f"{numbers['sustained_tflops']:.0f} TFLOP/s, {numbers['passes']:.2f} and {numbers['speed_spread']:.2%}"
+            for numbers in (refit.values, refit.profile)
         )
+        yield (
+            f"Fitted to the fitted dense series alone, the three numbers would be {values} instead of {profile}, and "
+            f"the other predictions of dense models would change by at most {refit.most_changed:.1%}"
+        )
+    yield "Goals: " + ", ".join(
+        f"{name} {figures[name]:.1%} of {goal:.0%}" for name, goal in GOALS.items() if name in figures
+    )
     for layout in compared:
-        if layout.series.why_not_fitted:
-            yield f"* {layout.series.name}, not counted: {layout.series.why_not_fitted}"
+        if layout.series.why_not_counted:
+            yield f"* {layout.series.name}, not counted: {layout.series.why_not_counted}"
     pairs = list(compare_orders(compared))
-    yield f"Pairs of layouts of a model in the right order: {sum(right for *_, right in pairs)} of {len(pairs)}"
+    yield (
+        f"Pairs of layouts of a model in the right order, rows marked * included: "
+        f"{sum(right for *_, right in pairs)} of {len(pairs)}"
+    )
     others = [series for series in published.series if not series.predicted]
     if others:
         steps = sum(len(series.step_s) for series in others)
         yield f"Not predicted, because canzona does not train in fp8: {steps} steps"
     for claim in published.claims:
-        yield f"Published without a layout that canzona has: {claim.name} {claim.figure} ({claim.source})"
+        yield f"Published without what a prediction needs: {claim.name} {claim.figure} ({claim.source})"
+
+
+def _mark(fitted: bool, why_not_counted: str | None) -> str:
+    if why_not_counted is not None:
+        return "*"
+    return "fitted" if fitted else ""
+
+
+def _summary(layouts: Sequence[PredictedSeries]) -> str:
+    """Summarises the errors of series."""
+    errors = [layout.error for layout in layouts]
+    rows = [row.error for layout in layouts for row in layout.rows]
+    return (
+        f"{len(rows)} steps in {len(layouts)} series: mean absolute error of a series "
+        f"{mean_absolute_error(layouts):.1%}, from {min(errors):+.1%} to {max(errors):+.1%}; of a single step from "
+        f"{min(rows):+.1%} to {max(rows):+.1%}"
+    )
+
+
+def optimizer_tables(rows: Sequence[PricedRow]) -> Iterator[str]:
+    """Yields the tables of kernels and steps of matrix optimizers, and their summaries."""
+    yield "| what | GPU | matrices | measured ms | predicted ms | error | |"
+    yield "| --- " * 7 + "|"
+    for row in rows:
+        yield (
+            f"| {row.name} | {row.gpu} | {row.what} | {row.measured_ms:.4g} | {row.predicted_ms:.4g} "
+            f"| {row.error:+.1%} | {_mark(row.fitted, row.why_not_counted)} |"
+        )
+    yield ""
+    counted, fitted = [row for row in rows if row.counted], [row for row in rows if row.fitted]
+    for words, chosen in (("to which nothing was fitted", counted), ("fitted", fitted)):
+        mean, least, most = summary(chosen)
+        yield (
+            f"Kernels and steps of optimizers, {words}: {len(chosen)} times, mean absolute error {mean:.1%}, "
+            f"from {least:+.1%} to {most:+.1%}"
+        )
+    for row in rows:
+        if row.why_not_counted:
+            yield f"* {row.name} on {row.gpu}, not counted: {row.why_not_counted}"
+        if row.note:
+            yield f"{row.name} on {row.gpu}: {row.note}"
 
 
 def measured_here(check: Mapping[str, Any]) -> Iterator[str]:
@@ -225,51 +296,70 @@ def measured_here(check: Mapping[str, Any]) -> Iterator[str]:
 
 
 def as_json(
-    compared: Sequence[PredictedSeries], left_out: dict[str, float], figures: dict[str, float]
+    compared: Sequence[PredictedSeries], optimizer: Sequence[PricedRow], figures: dict[str, float]
 ) -> dict[str, object]:
     return {
         "figures": figures,
-        "left_out": left_out,
         "series": [
             {
                 "name": layout.series.name,
                 "layout": layout.series.layout,
-                "counted": layout.series.why_not_fitted is None,
+                "counted": layout.series.why_not_counted is None,
+                "fitted": layout.series.fitted,
                 "source": layout.series.source,
                 "error": layout.error,
                 "rows": [asdict(row) for row in layout.rows],
             }
             for layout in compared
         ],
+        "optimizer": [{**asdict(row), "error": row.error} for row in optimizer],
     }
 
 
-def published_page(compared: Sequence[PredictedSeries], figures: Mapping[str, float]) -> Document:
-    """Makes a page with a scatter plot and a table of all steps.
+def published_page(
+    compared: Sequence[PredictedSeries], optimizer: Sequence[PricedRow], figures: Mapping[str, float]
+) -> Document:
+    """Makes a page with a scatter plot and tables of all steps, and of all times of optimizers.
 
     Args:
         figures: the summary figures, which are shown above the plot.
     """
     shown = ", ".join(f"{name} {value:.1%}" for name, value in figures.items())
-    table = Table("model", "layout", "GPUs", "measured s", "predicted s", "error", "not counted", "source")
+    steps = Table("model", "layout", "GPUs", "measured s", "predicted s", "error", "fitted, or not counted", "source")
     for layout in compared:
+        series = layout.series
         for row in layout.rows:
-            table.add_row(
-                layout.series.name,
-                layout.series.layout,
+            steps.add_row(
+                series.name,
+                series.layout,
                 f"{row.gpus:,}",
                 f"{row.measured_s:.4g}",
                 f"{row.predicted_s:.4g}",
                 f"{row.error:+.1%}",
-                layout.series.why_not_fitted or "",
-                f"{layout.series.source}, {layout.series.date}",
+                series.why_not_counted or ("fitted" if series.fitted else ""),
+                f"{series.source}, {series.date}",
             )
+    updates = Table(
+        "what", "GPU", "matrices", "measured ms", "predicted ms", "error", "fitted, or not counted", "source"
+    )
+    for priced in optimizer:
+        updates.add_row(
+            priced.name,
+            priced.gpu,
+            priced.what,
+            f"{priced.measured_ms:.4g}",
+            f"{priced.predicted_ms:.4g}",
+            f"{priced.error:+.1%}",
+            priced.why_not_counted or ("fitted" if priced.fitted else ""),
+            priced.source,
+        )
     return Document(
         kind="make published",
         title="Published step times",
         sections=[
             Section(title="Predicted against measured", lead=f"seconds per step; {shown}", body=scatter(compared)),
-            Section(title="Numbers", body=table_html(table)),
+            Section(title="Steps of AdamW", body=table_html(steps)),
+            Section(title="Kernels and steps of matrix optimizers", body=table_html(updates)),
         ],
     )
 

@@ -1,4 +1,4 @@
-"""Published step times, which others measured, and the simulator's predictions for the same layouts.
+"""Published step times of AdamW, which others measured, and the simulator's predictions for the same layouts.
 
 The published times are in `published.yaml` in this folder. `make published` prints them with the predictions.
 """
@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Literal
+
+from optimizer_rows import Kernels, StepRow
 
 from canzona_cli.cluster.search import candidates, fill
 from canzona_cli.config.compose import compose_run
@@ -76,9 +78,13 @@ class Series:
     """The seconds of a step, by number of GPUs."""
     memory_bytes: dict[int, int] = field(default_factory=dict)
     """The peak memory that torch allocated on a GPU, by number of GPUs."""
-    why_not_fitted: str | None = None
-    """The reason why the series is used neither to fit the profile nor to compute errors; null if it is
-    used."""
+    sequence_parallel: bool | None = None
+    """False if the run had tensor but no sequence parallelism; null for canzona's choice."""
+    fitted: bool = False
+    """True if numbers of the profile, or costs of experts, are fitted to the series, so that its error is no
+    test of them."""
+    why_not_counted: str | None = None
+    """The reason why the error of the series is in no summary; null if it is in one."""
     source: str
     date: object
     """The year, month or day of publication."""
@@ -121,6 +127,8 @@ class Published:
 
     models: dict[str, Shape]
     series: tuple[Series, ...]
+    kernels: tuple[Kernels, ...] = ()
+    steps: tuple[StepRow, ...] = ()
     claims: tuple[Claim, ...] = ()
 
 
@@ -201,6 +209,7 @@ def run_of(series: Series, shape: Shape, gpus: int) -> tuple[RunConfig, Layout]:
         "parallel.cp": series.cp,
         "parallel.ep": series.ep,
         "parallel.dispatcher": series.dispatcher,
+        "parallel.sequence_parallel": series.sequence_parallel,
         "train.micro_batch_size": series.micro_batch_size,
         "train.global_batch_size": series.batch(gpus),
         "train.seq_length": series.seq_length,
@@ -227,15 +236,17 @@ def compare(published: Published, profile: Mapping[str, float] | None = None) ->
             yield PredictedSeries(series=series, rows=tuple(rows), experts=shape.num_experts is not None)
 
 
-def fitted_series(compared: Sequence[PredictedSeries], *, experts: bool = False) -> list[PredictedSeries]:
-    """Returns the series to which the profile is fitted and for which errors are computed.
+def counted_series(
+    compared: Sequence[PredictedSeries], *, fitted: bool = False, experts: bool = False
+) -> list[PredictedSeries]:
+    """Returns the series whose errors are in one summary.
 
     Args:
-        experts: True for the series of models with experts, to which only the costs of experts are fitted;
-            False for all other series.
+        fitted: True for the series to which something is fitted; False for those that are a test.
+        experts: True for the series of models with experts; False for all other series.
     """
-    usable = (predicted for predicted in compared if predicted.series.why_not_fitted is None)
-    return [predicted for predicted in usable if predicted.experts is experts]
+    counted = (predicted for predicted in compared if predicted.series.why_not_counted is None)
+    return [predicted for predicted in counted if (predicted.series.fitted, predicted.experts) == (fitted, experts)]
 
 
 def mean_absolute_error(compared: Sequence[PredictedSeries]) -> float:

@@ -18,7 +18,15 @@ from megatron.core.distributed import DistributedDataParallel
 from canzona_cli.calibrate.profile import Effort, Measurement, Quantity, Record, Recorder, measured_runs
 from canzona_cli.calibrate.timing import LEAST, Team, Work, clock, repeat, time_calls, wait
 from canzona_cli.config.schema import MomentumConfig, MuonConfig, RunConfig, Splitting
-from canzona_cli.costs.update import COPY_EFFICIENCY, algorithm_of, label, period_seconds, seconds
+from canzona_cli.costs.update import (
+    COLUMN_S,
+    COPY_EFFICIENCY,
+    EIGH_PASSES,
+    algorithm_of,
+    label,
+    period_seconds,
+    seconds,
+)
 from canzona_cli.engine.build import optimizer_factory
 from canzona_cli.engine.wire import Write, join_writes, write_finite
 from canzona_cli.megatron import model
@@ -75,10 +83,27 @@ def measure_arithmetic(team: Team, effort: Effort, recorder: Recorder) -> None:
         with matmul_precision(precision):
             _measure_rate(team, effort, recorder, quantity, 2.0 * size**3, lambda: _mm(x, y, z))
     # The numbers of FLOPs are those of `optimizers.facts.Work`.
-    _measure_rate(team, effort, recorder, "qr_tflops", 8 / 3 * size**3, lambda: _discard(torch.linalg.qr(x)))
+    column_s = COLUMN_S["cuda" if team.device.type == "cuda" else "cpu"]
+    _measure_rate(
+        team,
+        effort,
+        recorder,
+        "qr_tflops",
+        8 / 3 * size**3,
+        lambda: _discard(torch.linalg.qr(x)),
+        latency_s=size * column_s,
+    )
     size = sizes.symmetric
     symmetric = x[:size, :size] @ x[:size, :size].mT
-    _measure_rate(team, effort, recorder, "eigh_tflops", 9.0 * size**3, lambda: _discard(torch.linalg.eigh(symmetric)))
+    _measure_rate(
+        team,
+        effort,
+        recorder,
+        "eigh_tflops",
+        9.0 * size**3,
+        lambda: _discard(torch.linalg.eigh(symmetric)),
+        latency_s=EIGH_PASSES * size * column_s,
+    )
     small = torch.randn(4, 4, device=team.device)
     result = torch.empty_like(small)
 
@@ -154,11 +179,24 @@ def _measure_passes(
 
 
 def _measure_rate(
-    team: Team, effort: Effort, recorder: Recorder, quantity: Quantity, flops: float, work: Work, *key: int
+    team: Team,
+    effort: Effort,
+    recorder: Recorder,
+    quantity: Quantity,
+    flops: float,
+    work: Work,
+    *key: int,
+    latency_s: float = 0.0,
 ) -> None:
-    """Measures and records the rate, in TFLOP/s, of work with `flops` FLOPs."""
+    """Measures and records the rate, in TFLOP/s, of work with `flops` FLOPs.
+
+    Args:
+        latency_s: the seconds that the cost model adds to the work's FLOPs; at most half of a sample is
+            attributed to them.
+    """
     samples = team.samples(work, effort.item_s)
-    recorder.add(Measurement.of(quantity, [flops / sample / 1e12 for sample in samples], *key))
+    values = [flops / (sample - min(latency_s, sample / 2)) / 1e12 for sample in samples]
+    recorder.add(Measurement.of(quantity, values, *key))
 
 
 def _mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:

@@ -115,7 +115,8 @@ def shared_cost_of(algorithm: Algorithm, rows: int, cols: int, tp: int, cluster:
     m, n = sorted((rows, cols))
     works = shared_works(algorithm.ns_steps, m, n, tp, width=matmul_bytes(algorithm))
     scale = gram_scale(algorithm, rows, cols, cluster)
-    return SharedCost(fragment=tuple(rounded(scale * duration(work, algorithm.precision, cluster)) for work in works))
+    parts = (duration(work, algorithm.precision, cluster) for work in works)
+    return SharedCost(fragment=tuple(rounded(scale * part.alone_s) for part in parts))
 
 
 def shared_works(steps: int, m: int, n: int, tp: int, *, width: int) -> list[Work]:

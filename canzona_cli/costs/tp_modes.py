@@ -21,7 +21,7 @@ from heapq import heapify, heapreplace
 from canzona_cli.config.schema import ClusterConfig
 from canzona_cli.costs.links import Group, Links, Transfer
 from canzona_cli.costs.scratch import FP32
-from canzona_cli.costs.update import MEGATRON_BYTES, MEGATRON_HOST_S, duration, rounded, seconds, work
+from canzona_cli.costs.update import MEGATRON_BYTES, UpdateTime, duration, rounded, seconds, work
 from canzona_cli.model.matrices import Matrix, Shape
 from canzona_cli.optimizers.facts import Algorithm, Work
 from canzona_cli.optimizers.muon_facts import iteration_work, matmul_bytes
@@ -39,25 +39,24 @@ def uncut_side(matrix: Matrix) -> int:
     return matrix.shape[1 - cut]
 
 
-def distributed_seconds(algorithm: Algorithm, matrix: Matrix, parts: int, cluster: ClusterConfig) -> float:
-    """Returns the seconds of one rank's part of a distributed update, without its all-reduces.
+def distributed_time(algorithm: Algorithm, matrix: Matrix, parts: int, cluster: ClusterConfig) -> UpdateTime:
+    """Returns the time of one rank's part of a distributed update, without its all-reduces.
 
     Args:
         parts: the number of ranks that have a fragment of the matrix: tp, or 1 for a whole expert.
     """
-    return _distributed_seconds(algorithm, matrix.shape, uncut_side(matrix), parts, cluster)
+    return _distributed_time(algorithm, matrix.shape, uncut_side(matrix), parts, cluster)
 
 
 @lru_cache(maxsize=1024)
-def _distributed_seconds(algorithm: Algorithm, shape: Shape, side: int, parts: int, cluster: ClusterConfig) -> float:
+def _distributed_time(algorithm: Algorithm, shape: Shape, side: int, parts: int, cluster: ClusterConfig) -> UpdateTime:
     algorithm = replace(algorithm, form="standard", stack=False, graph=False, spread=False)
     modelled = replace(cluster, measured_updates=(), symmetric_factor=1.0)
-    modelled_s = duration(distributed_work(algorithm, shape, side, parts), algorithm.precision, modelled)
-    if cluster.device == "cuda":
-        modelled_s = max(MEGATRON_HOST_S, modelled_s)
+    time = duration(distributed_work(algorithm, shape, side, parts), algorithm.precision, modelled)
     if cluster.measured_updates:  # of whole matrices, relative to the model
-        modelled_s *= seconds(algorithm, *shape, cluster, "megatron") / seconds(algorithm, *shape, modelled, "megatron")
-    return rounded(modelled_s)
+        measured_s, modelled_s = (seconds(algorithm, *shape, each, "megatron") for each in (cluster, modelled))
+        time = UpdateTime(*(part * measured_s / modelled_s for part in time))
+    return UpdateTime(*map(rounded, time))
 
 
 def distributed_work(algorithm: Algorithm, shape: Shape, side: int, parts: int) -> Work:

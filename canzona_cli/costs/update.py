@@ -1,17 +1,18 @@
 """The cost of updating one matrix: the seconds that its update takes on a hardware profile. The work of an
 update is in the facts about its optimizer (`optimizers.facts`).
 
-An update runs on one stream, so its operations do not overlap, and their times add up. If the profile has a
-measurement of exactly this update, the measurement is used instead.
+An update runs on one stream, so its kernels do not overlap, and their times add up. On a GPU the host
+launches later kernels while earlier ones run (`UpdateTime`). If the profile has a measurement of exactly this
+update, the measurement is used instead.
 """
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from canzona_cli.config.schema import (
     STANDARD_ONLY,
@@ -43,10 +44,12 @@ MEMORY_EFFICIENCY: Mapping[Device, float] = MappingProxyType({"cpu": COPY_EFFICI
 """The share of the memory bandwidth that elementwise kernels with several operands and types reach: 2.4 TB/s
 on an H100, an estimate between the 3.0 of a copy and the 2.0 to 2.3 of torch.compile's and Liger's norms
 (QuACK, Dao-AILab, 2025-07)."""
-MEGATRON_HOST_S = 1.3e-3
-"""The host's seconds for one update of Megatron's Muon on GPUs, which issues operations one by one. The
-source is Megatron-core's golden values for a model of 12 layers on 8 H100s: 195.8 ms per step with layer-wise
-Muon and 158.6 with Adam, for about 29 matrices per rank (gpt3_moe_mcore_te_ep8, 2026)."""
+COLUMN_S: Mapping[Device, float] = MappingProxyType({"cpu": 0.0, "cuda": 4e-6})
+"""The seconds that a decomposition takes for each column besides its FLOPs, because columns follow one
+another: 4 us with torch.linalg.qr of fp32 squares of 256 to 4096 (FlagGems pull request 5586)."""
+EIGH_PASSES = 2
+"""The number of times that an eigendecomposition goes through the columns: on the way to the tridiagonal form
+and back. A derived 11.7 ms for side 1024 (DASH, Shampoo on H100s) is all that is known."""
 ADAMW_BYTES = {True: 30, False: 86}
 """The bytes of AdamW's memory traffic per element. With Transformer Engine's fused kernel (True): gradient 4
 read, master and both moments 4 read and 4 written each, bf16 weight 2 written. With torch's foreach passes
@@ -78,6 +81,27 @@ ROUNDING = 1e-9
 """The relative tolerance for sums of the same numbers in a different order."""
 
 
+class UpdateTime(NamedTuple):
+    """The time of an update, or the sum of several updates' times."""
+
+    device_s: float
+    """The seconds for which kernels run; on a CPU, which runs what it launches, all seconds."""
+    host_s: float = 0.0
+    """The seconds for which the host launches kernels, while earlier kernels run; 0 if a graph replays them."""
+
+    @property
+    def alone_s(self) -> float:
+        """The seconds until both are done, if nothing else is updated before or after."""
+        return max(self)
+
+
+def summed(times: Iterable[UpdateTime]) -> UpdateTime:
+    """Adds up the times of a rank's updates. The rank is done after `alone_s` of the sum, so the launches of
+    small matrices are hidden while large ones are updated."""
+    both = [*times]
+    return UpdateTime(math.fsum(time.device_s for time in both), math.fsum(time.host_s for time in both))
+
+
 def algorithm_of(config: RunConfig) -> Algorithm:
     """Returns the settings of a run's optimizer on which update costs depend."""
     algorithm = _algorithm(config.optimizer, config.train.precision)
@@ -101,7 +125,7 @@ def _roots(chosen: Literal["auto"] | RootMethod, algorithm: Algorithm, cluster: 
         return chosen
     side = min(1024, algorithm.max_preconditioner_dim)
     methods: tuple[RootMethod, ...] = get_args(RootMethod)
-    return min(methods, key=lambda roots: _modelled(replace(algorithm, roots=roots), side, side, cluster)[0])
+    return min(methods, key=lambda roots: _modelled(replace(algorithm, roots=roots), side, side, cluster)[0].alone_s)
 
 
 @lru_cache(maxsize=64)
@@ -153,7 +177,7 @@ def stack_of(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfig)
     if single_s is None or stacked_s is None:
         if cluster.device == "cpu":
             return 1
-        single_s, stacked_s = (_modelled(variant, rows, cols, cluster)[0] for variant in (single, stacked))
+        single_s, stacked_s = (_modelled(variant, rows, cols, cluster)[0].alone_s for variant in (single, stacked))
     return fitting if fitting > 1 and stacked_s <= STACK_GAIN * single_s else 1
 
 
@@ -178,7 +202,14 @@ def label(algorithm: Algorithm) -> str:
 def seconds(
     algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfig, implementation: Implementation = "canzona"
 ) -> float:
-    """Returns the mean seconds of one update on one device, in the form and stacking chosen for its shape.
+    """Returns the mean seconds of one update on one device that updates nothing else (`update_time`)."""
+    return update_time(algorithm, rows, cols, cluster, implementation).alone_s
+
+
+def update_time(
+    algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfig, implementation: Implementation = "canzona"
+) -> UpdateTime:
+    """Returns the mean time of one update, in the form and stacking chosen for its shape.
 
     Args:
         implementation: megatron for the update that Megatron's strategies execute, which is in standard form
@@ -190,10 +221,9 @@ def seconds(
         cluster = replace(cluster, symmetric_factor=1.0)
         for prefix in ("megatron/", ""):
             if (measured_s := _measured(algorithm, rows, cols, cluster, prefix)) is not None:
-                return measured_s
-        host_s = MEGATRON_HOST_S if cluster.device == "cuda" and RULES[algorithm.name].orthogonal else 0.0
-        return max(host_s, _modelled(algorithm, rows, cols, cluster, implementation)[0])
-    return _seconds(_with_choices(algorithm, rows, cols, cluster), rows, cols, cluster)
+                return UpdateTime(measured_s)
+        return _modelled(algorithm, rows, cols, cluster, implementation)[0]
+    return _time(_with_choices(algorithm, rows, cols, cluster), rows, cols, cluster)
 
 
 @lru_cache(maxsize=1024)
@@ -211,8 +241,8 @@ def form_of(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfig) 
         return "standard"
     # The size of automatic stacks depends on the form, so forms are compared without automatic stacks.
     unstacked = replace(algorithm, stack=algorithm.stack is True)
-    standard_s = _seconds(replace(unstacked, form="standard"), rows, cols, cluster)
-    gram_s = _seconds(replace(unstacked, form="gram"), rows, cols, cluster)
+    standard_s = _time(replace(unstacked, form="standard"), rows, cols, cluster).alone_s
+    gram_s = _time(replace(unstacked, form="gram"), rows, cols, cluster).alone_s
     return "gram" if min(rows, cols) >= GRAM_MIN_SIDE and gram_s <= GRAM_GAIN * standard_s else "standard"
 
 
@@ -232,7 +262,7 @@ def gram_scale(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfi
     """Returns the seconds of a hosted Gram-form update (measured, if the profile has a measurement) relative
     to the modelled seconds."""
     algorithm = replace(algorithm, form="gram", stack=False)
-    return _seconds(algorithm, rows, cols, cluster) / _modelled(algorithm, rows, cols, cluster)[0]
+    return _time(algorithm, rows, cols, cluster).alone_s / _modelled(algorithm, rows, cols, cluster)[0].alone_s
 
 
 def rounded(seconds: float) -> float:
@@ -241,12 +271,16 @@ def rounded(seconds: float) -> float:
 
 
 def update_costs(config: RunConfig, members: Sequence[Matrix]) -> tuple[float, ...]:
-    """Returns the seconds of each matrix's update, rounded to `COST_DIGITS` significant digits."""
+    """Returns the seconds of each matrix's update alone, rounded to `COST_DIGITS` significant digits. Plans
+    add them up; simulations add up `update_times`, and are at most as long."""
+    return tuple(rounded(time.alone_s) for time in update_times(config, members))
+
+
+def update_times(config: RunConfig, members: Sequence[Matrix]) -> tuple[UpdateTime, ...]:
+    """Returns the time of each matrix's update."""
     algorithm, implemented = algorithm_of(config), implementation(config)
-    by_shape = {
-        shape: rounded(seconds(algorithm, *shape, config.cluster, implemented))
-        for shape in {matrix.shape for matrix in members}
-    }
+    shapes = {matrix.shape for matrix in members}  # few, even with many thousands of experts
+    by_shape = {shape: update_time(algorithm, *shape, config.cluster, implemented) for shape in shapes}
     return tuple(by_shape[matrix.shape] for matrix in members)
 
 
@@ -254,9 +288,9 @@ def period_seconds(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterC
     """Returns the seconds of an update in each step of a refresh period. Their mean is measured or modelled;
     their proportions are always modelled."""
     algorithm = _with_choices(algorithm, rows, cols, cluster)
-    mean_s, steps_s = _modelled(algorithm, rows, cols, cluster)
-    scale = _seconds(algorithm, rows, cols, cluster) / mean_s
-    return tuple(scale * step_s for step_s in steps_s)
+    mean, steps_s = _modelled(algorithm, rows, cols, cluster)
+    mean_s = _time(algorithm, rows, cols, cluster).alone_s
+    return tuple(step_s / mean.alone_s * mean_s for step_s in steps_s)
 
 
 def adamw_seconds(elements: float, cluster: ClusterConfig) -> float:
@@ -329,44 +363,43 @@ def _with_choices(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterCo
     return replace(algorithm, form=form, stack=stack)
 
 
-def _seconds(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> float:
-    """Returns the mean seconds of one update in the algorithm's form and stacking: the measured seconds;
-    without them, the measured seconds of the other form, scaled by the model; without either, the modelled
-    seconds."""
+def _time(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> UpdateTime:
+    """Returns the mean time of one update in the algorithm's form and stacking: the measured seconds; without
+    them, the measured seconds of the other form, scaled by the model; without either, the modelled time."""
     if (measured_s := _measured(algorithm, rows, cols, cluster)) is not None:
-        return measured_s
-    modelled_s = _modelled(algorithm, rows, cols, cluster)[0]
+        return UpdateTime(measured_s)
+    modelled = _modelled(algorithm, rows, cols, cluster)[0]
     for form in get_args(Form) if RULES[algorithm.name].orthogonal else ():
         other = replace(algorithm, form=form)
         if (measured_other_s := _measured(other, rows, cols, cluster)) is not None:
-            return measured_other_s * modelled_s / _modelled(other, rows, cols, cluster)[0]
-    return modelled_s
+            other_s = _modelled(other, rows, cols, cluster)[0].alone_s
+            return UpdateTime(measured_other_s * modelled.alone_s / other_s)
+    return modelled
 
 
 def _modelled(
     algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfig, implementation: Implementation = "canzona"
-) -> tuple[float, tuple[float, ...]]:
-    """Returns the modelled seconds of one update, on average and in each step of a refresh period."""
+) -> tuple[UpdateTime, tuple[float, ...]]:
+    """Returns the modelled time of one update on average, and the seconds of the update alone in each step of
+    a refresh period. With refreshes, the average is that of the steps alone."""
     if algorithm.name == "adamw":
         adamw_s = adamw_seconds(rows * cols, cluster)
-        return adamw_s, (adamw_s,)
+        return UpdateTime(adamw_s), (adamw_s,)
     every, parts = work(algorithm, rows, cols)
     if implementation == "megatron":
         every = replace(every, traffic=every.traffic + MEGATRON_BYTES[algorithm.precision] * rows * cols)
     stacked = 1
     if algorithm.stack is True:
         stacked = min(PRICED_STACK, max(2, _fitting(algorithm, rows, cols, cluster)))
-    if algorithm.graph:
-        cluster = replace(cluster, launch_us=min(cluster.launch_us, cluster.graph_launch_us))
-    step_s = duration(every, _unit(algorithm), cluster, stacked)
+    step = duration(every, _unit(algorithm), cluster, stacked, replayed=algorithm.graph)
     if every.iteration:
-        step_s += duration(every.iteration, algorithm.precision, cluster)
-    refresh_s = [duration(part, "fp32", cluster, stacked) for part in parts]
-    if not refresh_s:
-        return step_s, (step_s,)
-    without_refresh = [0.0] * (algorithm.refresh_period - len(refresh_s))
-    steps_s = tuple(step_s + part_s for part_s in (*refresh_s, *without_refresh))
-    return step_s + sum(refresh_s) / algorithm.refresh_period, steps_s
+        step = summed((step, duration(every.iteration, algorithm.precision, cluster)))
+    refreshes = [duration(part, "fp32", cluster, stacked) for part in parts]
+    if not refreshes:
+        return step, (step.alone_s,)
+    steps_s = [summed((step, refresh)).alone_s for refresh in refreshes]
+    steps_s += [step.alone_s] * (algorithm.refresh_period - len(refreshes))
+    return UpdateTime(math.fsum(steps_s) / len(steps_s)), tuple(steps_s)
 
 
 def _measured(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfig, prefix: str = "") -> float | None:
@@ -385,30 +418,39 @@ def _unit(algorithm: Algorithm) -> Unit:
     return "tf32" if algorithm.tf32 else "fp32"
 
 
-def duration(work: Work, unit: Unit, cluster: ClusterConfig, stacked: int = 1) -> float:
-    """Returns the seconds that a matrix's work takes if it is updated in a stack of `stacked` matrices.
+def duration(work: Work, unit: Unit, cluster: ClusterConfig, stacked: int = 1, *, replayed: bool = False) -> UpdateTime:
+    """Returns the time of a matrix's work if it is updated in a stack of `stacked` matrices.
 
     A batched matmul runs at the rate of a single matmul of the same volume and needs one launch. Symmetric
-    kernels are used only in bf16 and only for matrices that are not stacked.
-    """
+    kernels are used only in bf16 and only for matrices that are not stacked. No kernel of a GPU takes less
+    than `graph_launch_us`.
 
-    def matmul(m: int, k: int, n: int) -> float:
-        return matmul_seconds(cluster, stacked * m, k, n, unit) / stacked
+    Args:
+        replayed: True if a CUDA graph replays the kernels, so that the host launches none of them.
+    """
+    on_gpu = cluster.device == "cuda"
+    least_s = 1e-6 * min(cluster.launch_us, cluster.graph_launch_us) if on_gpu else 0.0
+
+    def matmul(count: float, factor: float, m: int, k: int, n: int) -> float:
+        return count * max(factor * matmul_seconds(cluster, stacked * m, k, n, unit), least_s) / stacked
 
     unstacked_launches = min(work.launches, MUON_AROUND)  # not fewer in a stack
     launches = unstacked_launches + (work.launches - unstacked_launches) / stacked
-    fp32_rate = matmul_rate(cluster, 1.0, "fp32")
-    qr_rate = (cluster.qr_tflops * 1e12) if cluster.qr_tflops else fp32_rate / 20
-    eigh_rate = (cluster.eigh_tflops * 1e12) if cluster.eigh_tflops else fp32_rate / 100
+    matmuls = sum(count for count, *_ in (*work.matmuls, *work.symmetric)) / stacked
+    fp32_rate, column_s = matmul_rate(cluster, 1.0, "fp32"), COLUMN_S[cluster.device]
+    qr_rate = (cluster.qr_tflops * 1e12) if cluster.qr_tflops else fp32_rate / 4
+    eigh_rate = (cluster.eigh_tflops * 1e12) if cluster.eigh_tflops else fp32_rate / 25
     halved = cluster.symmetric_factor if unit == "bf16" and stacked == 1 else 1.0
-    return (
-        sum(count * matmul(m, k, n) for count, m, k, n in work.matmuls)
-        + sum(count * halved * matmul(m, k, m) for count, m, k in work.symmetric)
+    device_s = (
+        sum(matmul(count, 1.0, m, k, n) for count, m, k, n in work.matmuls)
+        + sum(matmul(count, halved, m, k, m) for count, m, k in work.symmetric)
         + work.qr_flops / qr_rate
-        + sum(9.0 * n**3 / eigh_rate for n in work.eigh)
-        + work.traffic / memory_rate(cluster)
-        + launches * cluster.launch_us * 1e-6
+        + sum(column_s * n for _, n in work.qr)
+        + sum(9.0 * n**3 / eigh_rate + EIGH_PASSES * column_s * n for n in work.eigh)
+        + max(work.traffic / memory_rate(cluster), (launches - matmuls) * least_s)
     )
+    host_s = launches * cluster.launch_us * 1e-6
+    return UpdateTime(device_s, 0.0 if replayed else host_s) if on_gpu else UpdateTime(device_s + host_s)
 
 
 RULES: Mapping[str, Rule] = {name: facts.rule for name, facts in known_optimizers().items()}

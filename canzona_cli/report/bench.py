@@ -16,7 +16,16 @@ from canzona_cli.report.tables import Cell, Columns, GroupedTable
 from canzona_cli.run.breakdown import CALIBRATE, why
 from canzona_cli.run.phases import COMMUNICATION, LABELS, PHASES, STRATEGIES
 from canzona_cli.run.statistics import Quartiles, Speedup
-from canzona_cli.run.words import MISSING, error_percent, finite_or_none, milliseconds, number, overhead, plural
+from canzona_cli.run.words import (
+    MISSING,
+    error_percent,
+    finite_or_none,
+    milliseconds,
+    number,
+    overhead,
+    plural,
+    predicted_overhead,
+)
 
 MIB = 1 << 20
 TOLERANCE = 0.20
@@ -245,7 +254,7 @@ def _overhead_cells(result: BenchResult, name: str) -> tuple[Cell, Cell]:
     if measured is None:
         return (MISSING, MISSING)
     shown = overhead(measured.ratio.median - 1) if measured.distinct else NOT_DISTINCT
-    return (shown, overhead(result.predicted_overhead(name)))
+    return (shown, predicted_overhead(result.predicted_overhead(name)))
 
 
 def _losses_text(result: BenchResult, name: str) -> Text:

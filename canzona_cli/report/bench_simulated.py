@@ -18,7 +18,7 @@ from canzona_cli.report.markup import Html
 from canzona_cli.report.page import Page, Screen, items, paragraph, section_head
 from canzona_cli.report.tables import Columns, GroupedTable
 from canzona_cli.run.phases import STRATEGIES
-from canzona_cli.run.words import MISSING, layout_code, milliseconds, number, overhead
+from canzona_cli.run.words import MISSING, layout_code, milliseconds, number, predicted_overhead
 from canzona_cli.simulate.compare import Study
 
 _MATRIX_STRATEGIES = tuple(name for name in STRATEGIES if name != "adamw")
@@ -64,13 +64,16 @@ class SimulationView(Page):
             _layout_column(cells),
             *_step_columns(cells, STRATEGIES),
             _strategy_columns(
-                cells, "overhead over AdamW", _MATRIX_STRATEGIES, lambda study, name: overhead(study.overhead(name))
+                cells,
+                "overhead over AdamW",
+                _MATRIX_STRATEGIES,
+                lambda study, name: predicted_overhead(study.overhead(name)),
             ),
             _strategy_columns(cells, "optimizer / canzona's", _COMPARED, _ratio_to_canzona),
             _balance_columns(cells, _MATRIX_STRATEGIES),
             _yardstick_columns(cells, "fastest layout", lambda best, _: layout_code(best.layout)),
             _yardstick_columns(cells, "its iteration, ms", lambda best, _: milliseconds(best.iteration_s)),
-            _yardstick_columns(cells, "canzona's overhead", lambda _, increase: overhead(increase)),
+            _yardstick_columns(cells, "canzona's overhead", lambda _, increase: predicted_overhead(increase)),
         ]
         yield GroupedTable(head="GPUs", labels=[f"{cell.gpus:,}" for cell in cells], groups=groups)
         for cell in cells:

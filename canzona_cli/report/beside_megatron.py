@@ -12,7 +12,7 @@ from canzona_cli.costs.memory import GIB
 from canzona_cli.report.header import describe_layout
 from canzona_cli.report.page import Page, Screen, joined, labelled_rows, note, paragraph
 from canzona_cli.report.tables import rows_table
-from canzona_cli.run.words import MISSING, overhead, plural, step_time
+from canzona_cli.run.words import MISSING, plural, predicted_overhead, step_time
 from canzona_cli.simulate.beside_megatron import Cost, MegatronComparison
 
 _SHOWN = 4
@@ -78,7 +78,7 @@ class BesideMegatronView(Page):
         return (
             step_time(cost.result.iteration_s),
             step_time(cost.result.optimizer_s),
-            MISSING if cost.strategy == "adamw" else overhead(self.beside.overhead(cost), digits=2),
+            MISSING if cost.strategy == "adamw" else predicted_overhead(self.beside.overhead(cost)),
             MISSING if cost.balance is None else f"{cost.balance:.2f}",
             MISSING if cost.padding is None else f"{100 * cost.padding:.1f}%",
             f"{cost.memory_bytes / GIB:.1f}{' ' if cost.fits else '!'}",

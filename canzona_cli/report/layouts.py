@@ -22,7 +22,7 @@ from canzona_cli.planner.memory import memory_of
 from canzona_cli.report.header import layout_name, optimizer_words, rank_word
 from canzona_cli.report.page import Page, Screen, note, paragraph, section_head
 from canzona_cli.report.tables import Table, rows_table
-from canzona_cli.run.words import count, layout_code, number, overhead, plural, step_time
+from canzona_cli.run.words import count, layout_code, number, plural, predicted_overhead, step_time
 from canzona_cli.simulate.compare import Study, study_run
 from canzona_cli.simulate.predict import LABELS, Outlook, outlook
 
@@ -131,7 +131,7 @@ def _cells(plan: SizePlan) -> tuple[str, ...]:
         f"{study.balance.ranks_bound:.3f}",
         step_time(study.planned.result.optimizer_s),
         number(study.optimizer_speedup("layerwise"), ".1f"),
-        overhead(study.overhead(study.strategy)),
+        predicted_overhead(study.overhead(study.strategy)),
     )
 
 

@@ -19,7 +19,7 @@ from canzona_cli.report.tables import GroupedTable, column, rows_table
 from canzona_cli.run.breakdown import describes_machine
 from canzona_cli.run.corpus import PreparedCorpus, supply
 from canzona_cli.run.phases import LABELS
-from canzona_cli.run.words import MISSING, count, milliseconds, overhead, plural, size, step_time, traffic
+from canzona_cli.run.words import MISSING, count, milliseconds, plural, predicted_overhead, size, step_time, traffic
 from canzona_cli.simulate.compare import STRATEGIES, Comparison, Study, Variant, mode_key
 
 _NO_GAP = 1e-6
@@ -172,7 +172,7 @@ class PlanView(Page):
 
     def _comparison_text(self) -> Text:
         """Returns the optimizer time and the comparison with other strategies: `19.4 ms (layerwise takes
-        26.5× as long, sc does not fit); iteration +0.30% over AdamW in this layout`."""
+        26.5× as long, sc does not fit); iteration +1% over AdamW in this layout`."""
         study = self.study
         ratios = {name: study.optimizer_speedup(name) for name in ("layerwise", "sc")}
         comparisons = [f"{name} takes {ratio:.1f}× as long" for name, ratio in ratios.items() if ratio is not None]
@@ -180,7 +180,7 @@ class PlanView(Page):
         if misfits:
             comparisons.append(f"{' and '.join(misfits)} {'does' if len(misfits) == 1 else 'do'} not fit")
         increase = study.overhead(study.strategy)
-        adamw = "AdamW does not fit" if increase is None else f"iteration {100 * increase:+.2f}% over AdamW"
+        adamw = "AdamW does not fit" if increase is None else f"iteration {predicted_overhead(increase)} over AdamW"
         seconds = step_time(study.planned.result.optimizer_s)
         return joined((seconds, "bold"), f" ({', '.join(comparisons)}); {adamw} in this layout")
 
@@ -292,7 +292,7 @@ def _strategy_cells(study: Study, name: str) -> tuple[str, ...]:
     return (
         step_time(simulated.result.iteration_s),
         step_time(simulated.result.optimizer_s),
-        MISSING if name == "adamw" else overhead(study.overhead(name), digits=2),
+        MISSING if name == "adamw" else predicted_overhead(study.overhead(name)),
         f"{simulated.memory_bytes / GIB:.1f}{' ' if simulated.fits else '!'}",
         _times_as_long(study.optimizer_speedup(name)) if compared else "",
         _times_as_long(study.iteration_speedup(name)) if compared else "",

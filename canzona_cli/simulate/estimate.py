@@ -15,7 +15,7 @@ from canzona_cli.costs.links import Groups, Links
 from canzona_cli.costs.model import NormClip, hop, passes, units_taken
 from canzona_cli.costs.modules import dispatch
 from canzona_cli.costs.sharing import shared_costs
-from canzona_cli.costs.update import adamw_seconds, algorithm_of, step_factor, update_costs
+from canzona_cli.costs.update import adamw_seconds, algorithm_of, step_factor, update_costs, update_times
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.planner.attempt import bucket_limits
 from canzona_cli.planner.bounds import simple_bound
@@ -191,7 +191,7 @@ def _unplanned_layer(config: RunConfig, layout: Layout) -> tuple[float, float]:
     stores; and those in which it updates all experts of the layer, 0 unless experts are divided among
     ranks."""
     members = matrices_of(replace(config.model, num_layers=1), layout, splitting_of(config))
-    model = UpdateModel(config, layout, members, update_costs(config, members))
+    model = UpdateModel(config, layout, members, (), update_times(config, members))
     dense = [matrix.index for matrix in members if matrix.expert_rank is None]
     experts = [matrix.index for matrix in members if matrix.expert_rank is not None]
     # If each matrix has one home, a layer has too few matrices to keep all homes busy, but a model has not.

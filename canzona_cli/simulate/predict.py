@@ -11,7 +11,7 @@ from canzona_cli.costs.buffers import bucket_elements
 from canzona_cli.costs.memory import checkpoint_bytes
 from canzona_cli.costs.model import stage_time
 from canzona_cli.costs.padding import lay_out
-from canzona_cli.costs.update import update_costs
+from canzona_cli.costs.update import rounded, update_times
 from canzona_cli.model.families import flops_per_token
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.model.matrices import matrices as matrices_of
@@ -62,6 +62,7 @@ def simulate_plan(config: RunConfig, layout: Layout, plan: Plan) -> StrategyResu
         strategy=plan.subject.settings.strategy,
         matrices=plan.matrices,
         costs=plan.costs,
+        times=update_times(with_strategy(config, plan.subject.settings.strategy), plan.matrices),
         assignment=plan.assignment,
         buckets=plan.buckets,
         groups=plan.groups,
@@ -87,8 +88,9 @@ def workload_without_plan(
     if strategy == "adamw":
         return Workload(strategy=strategy)
     configured = with_strategy(config, strategy)
-    costs = update_costs(configured, matrices)
-    workload = Workload(strategy=strategy, matrices=matrices, costs=costs)
+    times = update_times(configured, matrices)
+    costs = tuple(rounded(time.alone_s) for time in times)
+    workload = Workload(strategy=strategy, matrices=matrices, costs=costs, times=times)
     if strategy != "layerwise":
         return workload
     assignment, buckets = assign_layerwise(matrices, layout, bucket_elements(config, layout))

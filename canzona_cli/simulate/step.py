@@ -28,7 +28,7 @@ from canzona_cli.config.schema import Execution, KroneckerConfig, Layout, MuonTp
 from canzona_cli.costs.links import Groups, Transfer
 from canzona_cli.costs.model import NormClip, stage_time, units_taken, zeroing_seconds
 from canzona_cli.costs.timeline import Timeline, slowdown
-from canzona_cli.costs.update import ROUNDING, algorithm_of, period_seconds, step_factor
+from canzona_cli.costs.update import ROUNDING, UpdateTime, algorithm_of, period_seconds, step_factor
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.families import flops_per_token
 from canzona_cli.model.matrices import Matrix, Shape
@@ -382,7 +382,9 @@ def _average_over_steps(config: RunConfig, workload: Workload) -> Workload:
     if not isinstance(optimizer, KroneckerConfig) or not workload.matrices:
         return workload
     refreshed = refreshes(config, workload.matrices, None if assignment is None else assignment.cells)
-    return replace(workload, costs=[refreshed.mean_s / refreshed.most_s * cost for cost in workload.costs])
+    scale = refreshed.mean_s / refreshed.most_s
+    costs = [scale * cost for cost in workload.costs]
+    return replace(workload, costs=costs, times=[UpdateTime(cost) for cost in costs])
 
 
 def _subtract_early_gathering(

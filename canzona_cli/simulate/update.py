@@ -13,7 +13,8 @@ timeline for ranks that share a machine's cores with all other ranks. `update_ph
 all ranks of a strategy.
 """
 
-from collections.abc import Hashable, Sequence
+import math
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,8 +23,8 @@ from canzona_cli.config.schema import Execution, Layout, RunConfig
 from canzona_cli.costs.links import Transfer
 from canzona_cli.costs.scratch import FP32
 from canzona_cli.costs.timeline import TaskTimes, Timeline
-from canzona_cli.costs.tp_modes import all_reduces, distributed_seconds, exchange_with_homes, homes, uncut_side
-from canzona_cli.costs.update import RULES, algorithm_of, memory_rate
+from canzona_cli.costs.tp_modes import all_reduces, distributed_time, exchange_with_homes, homes, uncut_side
+from canzona_cli.costs.update import RULES, UpdateTime, algorithm_of, memory_rate, summed
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.pipeline import Activity, Clock, HostedPipeline, Pipeline, make_jobs
 from canzona_cli.planner.plan import Assignment, Bucket, MicroGroup
@@ -40,7 +41,10 @@ class Workload:
     strategy: AnyStrategy
     matrices: Sequence[Matrix] = ()
     costs: Sequence[float] = ()
-    """The seconds to update each whole matrix on one rank."""
+    """The seconds to update each whole matrix on one rank that updates nothing else."""
+    times: Sequence[UpdateTime] = ()
+    """The times of the kernels and of the host of which each of `costs` is the longer one; empty if the host
+    takes no time."""
     assignment: Assignment | None = None
     """The owner and host of each matrix; for layerwise, only owners have a meaning. None for sc and adamw."""
     buckets: Sequence[Bucket] = ()
@@ -74,11 +78,19 @@ class RankUpdate:
 class UpdateModel:
     """The cost model of the updates and exchanges of a run's matrices."""
 
-    def __init__(self, config: RunConfig, layout: Layout, matrices: Sequence[Matrix], costs: Sequence[float]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        layout: Layout,
+        matrices: Sequence[Matrix],
+        costs: Sequence[float],
+        times: Sequence[UpdateTime] = (),
+    ) -> None:
         self._matrices, self._costs, self._tp = matrices, costs, layout.tp
         self._algorithm, self._cluster, self._mode = algorithm_of(config), config.cluster, tp_mode_of(config, layout.tp)
         self.unplanned_hosts = layout.tp if self._mode == "layer_sharded" else 1
         """The number of TP ranks whose updates differ if there is no plan."""
+        self._times = times or [UpdateTime(cost) for cost in costs]
         self.pipeline = HostedPipeline.of(config, layout)
         self._memory_rate = memory_rate(config.cluster)
         self._updates_whole = config.execution is Execution.REDUNDANT
@@ -112,12 +124,31 @@ class UpdateModel:
 
     def unplanned_seconds(self, index: int) -> float:
         """Returns the seconds for which a TP rank updates a matrix without a plan, or, in the mode layer_sharded,
-        for which its home does."""
+        for which its home does, if the rank updates nothing else."""
+        return self._costs_without_plan(index).alone_s
+
+    def _costs_without_plan(self, index: int) -> UpdateTime:
         matrix = self._matrices[index]
         if self._mode == "distributed" and not matrix.replicated:
             parts = self._tp if matrix.expert_rank is None else 1
-            return distributed_seconds(self._algorithm, matrix, parts, self._cluster)
-        return self._costs[index]
+            return distributed_time(self._algorithm, matrix, parts, self._cluster)
+        return self._times[index]
+
+    def _unplanned_time(self, index: int) -> UpdateTime:
+        """Returns the time of a matrix's update on each TP rank. In the mode duplicated, Megatron's Muon does the
+        elementwise work of a matrix that TP divides on its fragment."""
+        matrix = self._matrices[index]
+        whole = self._updates_whole or matrix.replicated or matrix.expert_rank is not None
+        if whole or self._mode == "distributed":
+            return self._costs_without_plan(index)
+        time = self._times[index]
+        spared_s = (1 - 1 / self._tp) * self._elementwise_s(matrix)
+        return time._replace(device_s=max(0.0, time.device_s - spared_s))
+
+    def _without_fragments(self, matrix: Matrix) -> UpdateTime:
+        """Returns the time of the part of a matrix's update that its home does."""
+        time = self._times[matrix.index]
+        return time._replace(device_s=max(0.0, time.device_s - self._elementwise_s(matrix)))
 
     def run_hosted[Moment](
         self,
@@ -144,21 +175,21 @@ class UpdateModel:
             self._run_at_homes(members, ranks, experts_s)
             return
         pipeline = self.pipeline
-        for index in members:
-            matrix, seconds = self._matrices[index], self.unplanned_seconds(index)
+        times = [self._unplanned_time(index) for index in members]
+        pace = pace_of(times)
+        for index, time in zip(members, times, strict=True):
+            matrix = self._matrices[index]
             if self._tp > 1 and matrix.expert_rank is None and not matrix.replicated:
                 if self._mode == "distributed":
                     transfer = all_reduces(self._algorithm, uncut_side(matrix), pipeline.links, pipeline.group)
                 else:
                     # Megatron gathers the fp32 update with its momentum; canzona's sc gathers the fp32 gradient.
                     transfer = pipeline.links.all_gather(4.0 * matrix.elements, pipeline.group)
-                    if not self._updates_whole:
-                        seconds = max(0.0, seconds - (1 - 1 / self._tp) * self._elementwise_s(matrix))
                 ranks.wait(0, ranks.exchange(transfer.scaled(pipeline.exchanging)))
                 if self._updates_whole:
                     packed = matrix.fragment_elements(self._tp) * (pipeline.buffer + FP32)
                     ranks.work(0, "exchange", (packed + 2 * FP32 * matrix.elements) * pipeline.byte_s)
-            ranks.work(0, "matrix_update", pipeline.updating * seconds)
+            ranks.work(0, "matrix_update", pipeline.updating * pace * time.alone_s)
 
     def _run_at_homes[Moment](
         self, members: Sequence[int], ranks: Pipeline[Moment], experts_s: Sequence[float]
@@ -167,9 +198,8 @@ class UpdateModel:
         because Megatron runs both on separate streams."""
         pipeline, tp, updating = self.pipeline, self._tp, self.pipeline.updating
         matrices = [self._matrices[index] for index in members]
-        everywhere_s = updating * sum(
-            self._costs[matrix.index] for matrix in matrices if matrix.replicated or matrix.expert_rank is not None
-        )
+        everywhere = [m for m in matrices if m.replicated or m.expert_rank is not None]
+        everywhere_s = self.in_sequence_s(matrix.index for matrix in everywhere)
         homes_of = homes([m for m in matrices if not m.replicated and m.expert_rank is None], tp)
         fragments_s = updating * sum(self._elementwise_s(matrix) / tp for at_home in homes_of for matrix in at_home)
         transfer = exchange_with_homes(homes_of, pipeline.links, pipeline.group).scaled(pipeline.exchanging)
@@ -181,7 +211,7 @@ class UpdateModel:
         arrived = ranks.exchange(transfer)
         overlapped_s = [min(everywhere_s + each_s, transfer.seconds) for each_s in experts_s or [0.0] * tp]
         for host, at_home in enumerate(homes_of):
-            whole_s = sum(max(0.0, self._costs[m.index] - self._elementwise_s(m)) for m in at_home)
+            whole_s = summed(map(self._without_fragments, at_home)).alone_s
             elements = sum(matrix.elements for matrix in at_home)
             ranks.work(host, "matrix_update", overlapped_s[host])
             ranks.wait(host, arrived)
@@ -194,10 +224,21 @@ class UpdateModel:
             ranks.work(host, "matrix_update", rest_s)
             ranks.wait(host, returned)
 
+    def in_sequence_s(self, members: Iterable[int]) -> float:
+        """Returns the seconds in which a rank updates whole matrices one after another."""
+        return self.pipeline.updating * summed(self._times[index] for index in members).alone_s
+
     def _elementwise_s(self, matrix: Matrix) -> float:
         """Returns the seconds of the part of an update that a rank can do on its fragment, for the whole matrix; 0
         if every rank stores the whole matrix."""
         return 0.0 if matrix.replicated else matrix.elements * self._fragment_bytes / self._memory_rate
+
+
+def pace_of(times: Sequence[UpdateTime]) -> float:
+    """Returns the seconds of a rank's updates relative to the sum of the seconds that each takes alone. It is
+    less than 1 if the launches of some matrices are hidden while others are updated."""
+    alone_s = math.fsum(time.alone_s for time in times)
+    return summed(times).alone_s / alone_s if alone_s else 1.0
 
 
 class SeparateDevices(Clock):

@@ -15,8 +15,8 @@ from canzona_cli.costs.timeline import Timeline
 from canzona_cli.costs.update import adamw_seconds, step_factor
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.groups import expert_seconds
-from canzona_cli.planner.plan import MicroGroup
-from canzona_cli.simulate.update import RankUpdate, SharedCores, UpdateModel, Workload
+from canzona_cli.planner.plan import Assignment, Cell, MicroGroup
+from canzona_cli.simulate.update import RankUpdate, SharedCores, UpdateModel, Workload, pace_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +64,23 @@ class CellUpdate:
         return self.adamw_s + self.update.seconds
 
 
+def at_pace(workload: Workload, assignment: Assignment) -> Workload:
+    """Scales the costs of each host's matrices, so that they add up to the seconds of the host's updates one
+    after another (`pace_of`). Shared matrices keep their costs."""
+    if not any(time.host_s for time in workload.times):
+        return workload
+    hosted: dict[tuple[int, Cell], list[int]] = {}
+    for matrix, cell in zip(workload.matrices, assignment.cells, strict=True):
+        if matrix.index not in assignment.shared_costs:
+            hosted.setdefault((matrix.stage, cell), []).append(matrix.index)
+    costs = list(workload.costs)
+    for members in hosted.values():
+        pace = pace_of([workload.times[index] for index in members])
+        for index in members:
+            costs[index] *= pace
+    return replace(workload, costs=costs)
+
+
 class UpdatePhase:
     """The simulation of a strategy's ranks from reduced gradients to updated weights.
 
@@ -73,9 +90,10 @@ class UpdatePhase:
 
     def __init__(self, config: RunConfig, layout: Layout, workload: Workload, *, cores: float | None) -> None:
         self._config, self._layout, self._execution = config, layout, config.execution
-        self._workload, self._model = workload, UpdateModel(config, layout, workload.matrices, workload.costs)
         self._assignment = workload.assignment if self._execution is Execution.PLANNED else None
         """The assignment of a strategy with hosts; None for other strategies."""
+        self._workload = workload if self._assignment is None else at_pace(workload, self._assignment)
+        self._model = UpdateModel(config, layout, workload.matrices, self._workload.costs, workload.times)
         self._cores, self._norm_clip = cores, NormClip(config, layout)
         self._adamw_factor = step_factor(config, "adamw_update")
 
@@ -152,7 +170,7 @@ class UpdatePhase:
 
     def _updating_s(self, experts: Sequence[Matrix]) -> float:
         """Returns the seconds that a rank without a plan spends on updating experts."""
-        return self._model.pipeline.updating * sum(self._workload.costs[matrix.index] for matrix in experts)
+        return self._model.in_sequence_s(matrix.index for matrix in experts)
 
     @cached_property
     def _expert_seconds(self) -> Mapping[tuple[int, int], tuple[float, ...]]:

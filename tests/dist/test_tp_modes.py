@@ -48,7 +48,9 @@ RUNS = Runs(
 
 def _fused(weights: Weights) -> Weights:
     """The matrices that Megatron's Muon updates: gate and up are one."""
-    found = {name: weights[name] for name in weights if "_proj" in name and "gate" not in name and "up_proj" not in name}
+    found = {
+        name: weights[name] for name in weights if "_proj" in name and "gate" not in name and "up_proj" not in name
+    }
     for name in (name for name in weights if "gate_proj" in name):
         found[name] = torch.cat([weights[name], weights[name.replace("gate_proj", "up_proj")]])
     return found

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import yaml
 from gpu_parts.outcome import Comparison, Outcome, PartResult, Setup, content
+from optimizer_rows import PricedRow, price_rows, summary
 from published import published_page
 from published_rows import (
     ROWS,
     PredictedSeries,
     compare,
     compare_orders,
-    fitted_series,
+    counted_series,
     load_published,
     mean_absolute_error,
     run_of,
@@ -37,22 +38,54 @@ def compared() -> tuple[PredictedSeries, ...]:
     return tuple(compare(load_published()))
 
 
+@cache
+def optimizer_rows() -> tuple[PricedRow, ...]:
+    published = load_published()
+    return tuple(price_rows(published.kernels, published.steps))
+
+
 def test_layouts_are_predicted_within_the_stated_errors() -> None:
-    """The README's figures: MAPE 2.8%, worst 4.9%."""
-    counted = fitted_series(compared())
-    assert len({one.series.model for one in counted}) == 4
-    assert sum(len(one.rows) for one in counted) == 32
-    assert mean_absolute_error(counted) < 0.03
+    """The README's figures, of series to which nothing was fitted: MAPE 3.2%, from -4.9% to +2.7%, steps from -5.3%."""
+    counted = counted_series(compared())
+    assert {one.series.model for one in counted} == {"llama3.1-8b", "llama3.1-70b", "qwen3-8b"}
+    assert sum(len(one.rows) for one in counted) == 19
+    assert mean_absolute_error(counted) < 0.035
     assert max(abs(one.error) for one in counted) < 0.05
     assert max(abs(row.error) for one in counted for row in one.rows) < 0.08
 
 
-def test_steps_with_experts_are_predicted_within_the_stated_errors() -> None:
-    """The README's figures: MAPE 1.1%, worst 1.2%. They do not count among those of dense models."""
-    counted = fitted_series(compared(), experts=True)
-    assert {one.series.model for one in counted} == {"qwen3-30b-a3b"}
-    assert len(counted) == 3
-    assert max(abs(one.error) for one in counted) < 0.02
+def test_series_that_were_fitted_are_apart_from_the_others() -> None:
+    """The README's figures: MAPE 1.8% of dense models, 1.1% of models with experts."""
+    dense, experts = (counted_series(compared(), fitted=True, experts=experts) for experts in (False, True))
+    assert {one.series.model for one in dense} == {"llama3.1-8b", "nemotron4-15b"}
+    assert mean_absolute_error(dense) < 0.02
+    assert {one.series.model for one in experts} == {"qwen3-30b-a3b"}
+    assert len(experts) == 3
+    assert max(abs(one.error) for one in experts) < 0.02
+    assert not any(one.series.fitted for one in counted_series(compared()))
+
+
+def test_kernels_and_steps_of_optimizers_are_predicted_within_the_stated_errors() -> None:
+    """The README's figures: 42 times to which nothing was fitted, mean absolute error 8.9%, from -31.5% to +19.3%."""
+    counted = [row for row in optimizer_rows() if row.counted]
+    assert len(counted) == 42
+    mean, least, most = summary(counted)
+    assert mean < 0.1
+    assert least == pytest.approx(-0.315, abs=0.005)
+    assert most == pytest.approx(0.193, abs=0.005)
+
+
+def test_megatrons_layer_wise_muon_is_predicted_as_nvidia_measured_it() -> None:
+    """333 ms more than AdamW, from which the price of a launch is not derived; 1.3 ms for each matrix made it 2 s."""
+    [row] = [row for row in optimizer_rows() if row.name.startswith("layer-wise") and row.counted]
+    assert 1 / 1.5 < row.predicted_ms / row.measured_ms < 1.5
+
+
+def test_an_optimizer_that_decomposes_one_matrix_after_another_takes_the_latency_of_every_column() -> None:
+    """SOAP with 96 QRs on one stream, which was not fitted: by FLOPs alone it would take 23% less than measured."""
+    [row] = [row for row in optimizer_rows() if row.name.startswith("SOAP")]
+    assert not row.fitted
+    assert abs(row.error) < 0.2
 
 
 def test_predictions_that_were_committed_before_a_step_was_read_stay_as_they_were() -> None:
@@ -73,10 +106,13 @@ def test_predictions_that_were_committed_before_a_step_was_read_stay_as_they_wer
     assert errors == [1.7, -15.3, -32.4]
 
 
-def test_peak_memory_is_predicted_within_four_per_cent() -> None:
-    errors = [row.memory_error for one in fitted_series(compared()) for row in one.rows if row.memory_error is not None]
-    assert len(errors) == 2
-    assert max(map(abs, errors)) < 0.04
+def test_peak_memory_is_predicted_within_the_stated_error() -> None:
+    """The README's figure: 6.7%, of the run without sequence parallelism; the others are within four per cent."""
+    errors = [row.memory_error for one in compared() for row in one.rows if row.memory_error is not None]
+    *others, worst = sorted(map(abs, errors))
+    assert len(others) == 3
+    assert others[-1] < 0.04
+    assert worst == pytest.approx(0.067, abs=0.001)
 
 
 def test_no_layout_that_ran_is_refused() -> None:
@@ -96,10 +132,14 @@ def test_no_layout_that_ran_is_refused() -> None:
         assert estimate(*run).fits, run[1]
 
 
-def test_the_quicker_layout_of_a_model_is_predicted_quicker() -> None:
-    pairs = list(compare_orders(compared()))
-    assert pairs
-    assert all(right for *_, right in pairs)
+def test_the_only_two_layouts_of_a_model_are_predicted_to_be_equally_fast() -> None:
+    """They are not in the right order, because one of them ran without sequence parallelism: it took 3% less time, and
+    is predicted to take 0.2% more."""
+    [(a, b, right)] = compare_orders(compared())
+    assert not right
+    assert b.rows[0].predicted_s == pytest.approx(a.rows[0].predicted_s, rel=0.005)
+    longer = replace(a, rows=(replace(a.rows[0], predicted_s=2 * b.rows[0].predicted_s),))
+    assert [right for *_, right in compare_orders([longer, b])] == [True]
 
 
 def test_layouts_are_compared_within_one_publication() -> None:
@@ -122,9 +162,10 @@ def test_rows_are_predicted_as_they_were_run() -> None:
 
 
 def test_the_page_has_a_dot_for_every_step() -> None:
-    page = published_page(compared(), {"MAPE": 0.027}).text()
+    page = published_page(compared(), optimizer_rows(), {"MAPE": 0.027}).text()
     assert page.count("<circle") == sum(len(one.rows) for one in compared()) == 43
     assert "MAPE 2.7%" in page
+    assert all(row.name in page for row in optimizer_rows())
 
 
 def test_an_incomplete_row_names_what_is_wrong(tmp_path: Path) -> None:
@@ -138,7 +179,7 @@ def test_an_incomplete_row_names_what_is_wrong(tmp_path: Path) -> None:
 
 
 @pytest.mark.sweep
-def test_a_model_that_was_left_out_of_the_fit_is_predicted_within_six_per_cent(tmp_path: Path) -> None:
+def test_the_numbers_of_the_profile_are_those_that_the_fitted_series_give(tmp_path: Path) -> None:
     """`make published`, which exits 1 where a goal is missed. Below its tables stands what a GPU check measured."""
     update = Comparison(what="matrix_update", unit="ms", simulated=1.5, measured=1.25)
     outcome = Outcome(status="pass", summary="", comparisons=(update,))
@@ -147,6 +188,7 @@ def test_a_model_that_was_left_out_of_the_fit_is_predicted_within_six_per_cent(t
     checked = tmp_path / "checked.json"
     checked.write_text(content(setup, {"torch": "2.11.0", "canzona": "0.1.0"}, parts), encoding="utf-8")
     said = ran(sys.executable, "scripts/published.py", "--gpu-check", checked, cwd=REPOSITORY).stdout
-    assert re.search(r"left out [1-5]\.\d% \(goal 6%\)", said)
+    assert re.search(r"refit 0\.\d% of 2%", said)
+    assert "Goals missed" not in said
     assert "1 x NVIDIA H200, torch 2.11.0, canzona 0.1.0:" in said
     assert "| matrix_update | 1.5 ms | 1.25 ms | +20.0% |" in said

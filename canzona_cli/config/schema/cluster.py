@@ -151,17 +151,21 @@ class ClusterConfig(HashedOnce):
     ] = None
     qr_tflops: Annotated[
         Positive | None,
-        "Rate of the QR factorisation of a large fp32 matrix; null: a twentieth of fp32_tflops.",
-        Example("5"),
+        "Rate of the QR factorisation of a large fp32 matrix, without the latency of its columns on GPUs; null: a"
+        " quarter of fp32_tflops.",
+        Example("12"),
     ] = None
     eigh_tflops: Annotated[
         Positive | None,
-        "Rate of the eigendecomposition of a large symmetric fp32 matrix; null: a hundredth of fp32_tflops.",
+        "Rate of the eigendecomposition of a large symmetric fp32 matrix, without the latency of its columns on GPUs;"
+        " null: a twenty-fifth of fp32_tflops.",
         Example("2"),
     ] = None
-    launch_us: Annotated[NotNegative, "Time added by launching one operation."] = 5.0
+    launch_us: Annotated[
+        NotNegative, "Time in which the host launches one operation. A GPU runs earlier operations meanwhile."
+    ] = 5.0
     graph_launch_us: Annotated[
-        NotNegative, "Time added by launching one operation that is replayed in a CUDA graph."
+        NotNegative, "Least time of a kernel on a GPU, to which a CUDA graph reduces the time of a small operation."
     ] = 1.0
     verified: Annotated[
         tuple[FastPath, ...],
