@@ -36,7 +36,7 @@ from canzona_cli.launch import preflight
 from canzona_cli.launch.run_dir import check_free
 from canzona_cli.run.files import write_json_atomic
 from canzona_cli.run.phases import IN_STEP
-from canzona_cli.run.statistics import Quartiles
+from canzona_cli.run.statistics import SIGNIFICANCE, Quartiles, Speedup
 from canzona_cli.run.words import clean, duration, layout_code, plural
 from canzona_cli.simulate.predict import with_cores
 
@@ -165,17 +165,21 @@ class TuneResult(TurnsResult):
         return self.layouts[name].per_sequence_s / self.layouts[self.best].per_sequence_s - 1
 
     @property
-    def certain(self) -> bool:
-        """True if the measurement settles whether the simulator's choice is the fastest layout: it is the
-        fastest, or its interquartile range does not overlap with that of the fastest. False if the choice was
-        not measured."""
+    def certain(self) -> bool | None:
+        """True if the simulator's choice is significantly slower than the fastest layout. None if that was not
+        judged: there are too few rounds, or the choice is the fastest or was not measured.
+
+        The fastest of several equal layouts looks faster than any other, so the probability of the paired test
+        is multiplied by the number of the other layouts (Bonferroni).
+        """
         if self.best == self.chosen or self.chosen not in self.layouts:
-            return self.best == self.chosen
+            return None
         best, chosen = (
-            Quartiles.of([seconds / layout.layout.global_batch_size for seconds in layout.iteration_s])
+            [seconds / layout.layout.global_batch_size for seconds in layout.iteration_s]
             for layout in (self.layouts[self.best], self.layouts[self.chosen])
         )
-        return not best.overlaps(chosen)
+        p = Speedup.of(chosen, best).p
+        return None if p is None else p * (len(self.layouts) - 1) < SIGNIFICANCE
 
     @cached_property
     def accuracy(self) -> Accuracy | None:

@@ -24,7 +24,7 @@ from canzona_cli.run import codec
 from canzona_cli.run.breakdown import describes_machine
 from canzona_cli.run.files import write_json_atomic
 from canzona_cli.run.phases import STRATEGIES
-from canzona_cli.run.statistics import OverRanks, Quartiles, Speedup
+from canzona_cli.run.statistics import NOT_SIGNIFICANT, OverRanks, Quartiles, Speedup
 
 Machine = Mapping[str, str | int | float]
 
@@ -174,14 +174,11 @@ class BenchResult(TurnsResult):
         if strategy == self.reference or bench.sitting == adamw.sitting:
             measured = self.references[adamw.sitting] if strategy == self.reference else bench.measured
             return Speedup.of(measured.iteration_s, adamw.measured.iteration_s)
-        ratio, adamw_ratio = self.iteration_speedup(strategy).ratio, self.iteration_speedup("adamw").ratio
-        return Speedup(
-            ratio=Quartiles(
-                low=ratio.low / adamw_ratio.median,
-                median=ratio.median / adamw_ratio.median,
-                high=ratio.high / adamw_ratio.median,
-            ),
-            distinct=not ratio.overlaps(adamw_ratio),
+        return Speedup.through(
+            bench.measured.iteration_s,
+            self.references[bench.sitting].iteration_s,
+            adamw.measured.iteration_s,
+            self.references[adamw.sitting].iteration_s,
         )
 
     def predicted_overhead(self, strategy: str) -> float | None:
@@ -286,17 +283,19 @@ def content_of(result: BenchResult) -> dict[str, object]:
     """Returns the contents of bench.json: the figures, and under `result` the data that they are computed
     from.
 
-    A speed-up that is not certain is null, and `withheld` has the reason.
+    A speed-up that is not significant is null, and `withheld` has the reason. With too few rounds to judge that,
+    a speed-up has its numbers, and its `distinct` is null.
     """
     disagreeing = disagreements(result)
-    ratios = {name: _claim(speedup, bool(disagreeing)) for name, speedup in _speedups(result)}
+    speedups = {name: _claim(speedup, bool(disagreeing)) for name, speedup in _speedups(result)}
     over_adamw = _claim(result.overhead(result.reference) or "adamw did not take part", bool(disagreeing))
-    withheld = {name: reason for name, reason in ratios.items() if isinstance(reason, str)}
+    withheld = {name: reason for name, reason in speedups.items() if isinstance(reason, str)}
     if isinstance(over_adamw, str):
         withheld["overhead_over_adamw"] = over_adamw
         overhead = None
     else:
-        overhead = {name: getattr(over_adamw, name) - 1 for name in ("median", "low", "high")}
+        changes = {name: getattr(over_adamw.ratio, name) - 1 for name in ("median", "low", "high")}
+        overhead = {**changes, **_judgement(over_adamw)}
     return {
         "version": result.VERSION,
         "recipe": result.recipe,
@@ -306,7 +305,10 @@ def content_of(result: BenchResult) -> dict[str, object]:
         "arithmetic": result.arithmetic,
         "notes": list(result.notes),
         "reference": result.reference,
-        "speedup": {name: None if isinstance(ratio, str) else asdict(ratio) for name, ratio in ratios.items()},
+        "speedup": {
+            name: None if isinstance(speedup, str) else {**asdict(speedup.ratio), **_judgement(speedup)}
+            for name, speedup in speedups.items()
+        },
         "overhead_over_adamw": overhead,
         "withheld": withheld,
         "disagreements": [f"{problem.key}: {problem.value}; {problem.reason}" for problem in disagreeing],
@@ -335,13 +337,18 @@ def _speedups(result: BenchResult) -> Iterator[tuple[str, Speedup | str]]:
             yield f"{part}_vs_{name}", speedup(name) if took_part else note or f"{name} did not take part"
 
 
-def _claim(speedup: Speedup | str, disagree: bool) -> Quartiles | str:
-    """Returns a speed-up's ratio, or the reason why it must not be shown."""
+def _judgement(speedup: Speedup) -> dict[str, bool | float | None]:
+    """Returns the result of the test of a speed-up for bench.json; null if there are too few rounds."""
+    return {"distinct": speedup.distinct, "p": speedup.p}
+
+
+def _claim(speedup: Speedup | str, disagree: bool) -> Speedup | str:
+    """Returns a speed-up, or the reason why it must not be shown."""
     if isinstance(speedup, str):
         return speedup
     if disagree:
         return "the strategies' losses disagree"
-    return speedup.ratio if speedup.distinct else "the interquartile ranges of the two times overlap"
+    return f"not significant: {NOT_SIGNIFICANT}, p = {speedup.p:.2f}" if speedup.distinct is False else speedup
 
 
 def _measured_json(bench: StrategyBench) -> Mapping[str, object]:

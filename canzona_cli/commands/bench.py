@@ -38,7 +38,12 @@ def bench(
             "[default: all that support the run]",
         ),
     ] = None,
-    rounds: Annotated[int, Option(metavar="N", help="Measured rounds; each strategy runs once per round.")] = 6,
+    rounds: Annotated[
+        int,
+        Option(
+            metavar="N", help="Measured rounds; each strategy runs once per round. Differences are judged from 5 on."
+        ),
+    ] = 6,
     steps_per_turn: Annotated[
         int, Option(metavar="K", help="Training steps per strategy and round; the first is not measured.")
     ] = 3,

@@ -23,7 +23,9 @@ def tune(
         ),
     ] = 4,
     everything: Annotated[bool, Option("--all", help="Measure every valid layout that fits in memory.")] = False,
-    rounds: Annotated[int, Option(metavar="N", help="Rounds; each layout runs once per round.")] = 3,
+    rounds: Annotated[
+        int, Option(metavar="N", help="Rounds; each layout runs once per round. Differences are judged from 5 on.")
+    ] = 3,
     steps: Annotated[
         int, Option(metavar="K", help="Measured steps per layout and round, after at least two warm-up steps.")
     ] = 3,

@@ -49,6 +49,8 @@ def _norms_of_pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if tensor.ndim > 1 and not tensor.is_contiguous():
         return (_norms_of_rows(tensor).flatten(),)
     flat = tensor.view(-1)
+    if flat.numel() <= PIECE:  # most of AdamW's parameters
+        return (torch.linalg.vector_norm(flat, dim=0, keepdim=True, dtype=torch.float32),)
     whole = flat.numel() // PIECE * PIECE
     pieces = (flat[:whole].view(-1, PIECE), flat[whole:].view(1, -1))
     return tuple(torch.linalg.vector_norm(piece, dim=1, dtype=torch.float32) for piece in pieces)

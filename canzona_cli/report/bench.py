@@ -7,7 +7,7 @@ from statistics import median
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.bench.results import BenchResult, Predicted, StrategyBench, TurnsResult, loss_references
+from canzona_cli.bench.results import BenchResult, Machine, Predicted, StrategyBench, TurnsResult, loss_references
 from canzona_cli.report.charts import Bars, LoadMaps, phase_bar, step_bars
 from canzona_cli.report.curves import Curve, Curves
 from canzona_cli.report.header import describe_layout
@@ -15,7 +15,7 @@ from canzona_cli.report.page import Page, Screen, items, joined, labelled_rows, 
 from canzona_cli.report.tables import Cell, Columns, GroupedTable
 from canzona_cli.run.breakdown import CALIBRATE, why
 from canzona_cli.run.phases import COMMUNICATION, LABELS, PHASES, STRATEGIES
-from canzona_cli.run.statistics import Quartiles, Speedup
+from canzona_cli.run.statistics import JUDGED_ROUNDS, NOT_SIGNIFICANT, Quartiles, Speedup, no_verdict
 from canzona_cli.run.words import (
     MISSING,
     error_percent,
@@ -31,8 +31,7 @@ MIB = 1 << 20
 TOLERANCE = 0.20
 """The relative error of a prediction above which the error is highlighted."""
 NOT_DISTINCT = "not significant"
-"""The text in place of a speed-up that is not significant; the note `OVERLAP` explains it."""
-OVERLAP = "not significant: the interquartile ranges of the two times overlap"
+"""The text in place of a speed-up that is not significant."""
 _LEFT_OUT = ("device", "machine", "ranks")
 """The machine facts that the heading omits: the title shows device and ranks, and `machine` is a digest."""
 _UNITS = {"processor": "", "cores": " cores", "memory_gib": " GiB"}
@@ -140,12 +139,23 @@ class BenchView(Page):
         yield GroupedTable(head="strategy", labels=names, groups=shown_groups(result, groups))
         if len(groups) > 2:
             yield note("over AdamW: the increase of an iteration's time over AdamW's")
-        if any(group.shows(NOT_DISTINCT) for group in groups):
-            yield note(OVERLAP)
+        yield from map(note, verdict_remarks(groups, result.rounds))
         alone = [name for name in names if result.strategies[name].alone]
         if alone:
             reason = f"because {reference} did not fit in memory at the same time"
             yield note(f"* {', '.join(alone)}: measured alone, {reason}")
+
+
+def verdict_remarks(groups: Sequence[Columns], rounds: int) -> Iterator[str]:
+    """Yields the reason why ratios are missing, or why nothing is said about their significance.
+
+    Args:
+        groups: the columns that have ratios.
+    """
+    if rounds < JUDGED_ROUNDS:
+        yield no_verdict(rounds)
+    elif any(group.shows(NOT_DISTINCT) for group in groups):
+        yield f"{NOT_DISTINCT}: {NOT_SIGNIFICANT}"
 
 
 def shown_groups(result: TurnsResult, groups: Sequence[Columns]) -> list[Columns]:
@@ -181,10 +191,22 @@ def heading(result: BenchResult, title: str, *, without: str | None = None) -> I
         **predictions(result, "measured by canzona calibrate"),
         "measured": f"{rounds}, interleaved, after {plural(result.warm_up_rounds, 'warm-up round')}",
         "machine": ", ".join(facts),
+        "ranks": crowding(result.machine) if result.device == "cpu" else "",
         "arithmetic": result.arithmetic,
         "settings": " ".join(result.overrides),
     }
     yield from labelled_rows(((label, value) for label, value in rows.items() if value), 11)
+
+
+def crowding(machine: Machine) -> str:
+    """Returns a warning if there are more ranks than cores, else an empty string."""
+    ranks, cores = machine.get("ranks"), machine.get("cores")
+    if not isinstance(ranks, int) or not isinstance(cores, int) or ranks <= cores:
+        return ""
+    return (
+        f"{ranks} ranks share {plural(cores, 'core')}, so these times count the work of all ranks, also updates that "
+        "several ranks repeat; they show little of balance and of overlapped communication"
+    )
 
 
 def _fact(key: str, value: str | int | float) -> str:
@@ -253,7 +275,7 @@ def _overhead_cells(result: BenchResult, name: str) -> tuple[Cell, Cell]:
     measured = result.overhead(name)
     if measured is None:
         return (MISSING, MISSING)
-    shown = overhead(measured.ratio.median - 1) if measured.distinct else NOT_DISTINCT
+    shown = NOT_DISTINCT if measured.distinct is False else overhead(measured.ratio.median - 1)
     return (shown, predicted_overhead(result.predicted_overhead(name)))
 
 
@@ -308,7 +330,7 @@ def quartiles(values: Sequence[float]) -> str:
 def speedup_text(speedup: Speedup) -> str:
     """Formats a speed-up with its quartiles, such as `4.16x [2.92, 5.28]`; returns `NOT_DISTINCT` if it is
     not significant."""
-    if not speedup.distinct:
+    if speedup.distinct is False:
         return NOT_DISTINCT
     ratio = speedup.ratio
     return f"{ratio.median:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}]"

@@ -13,8 +13,6 @@ from canzona_cli.bench.options import SweepKind
 from canzona_cli.bench.results import BenchResult, Measured, Predicted
 from canzona_cli.config.schema import Layout
 from canzona_cli.report.bench import (
-    NOT_DISTINCT,
-    OVERLAP,
     cells_with_error,
     error_text,
     heading,
@@ -25,6 +23,7 @@ from canzona_cli.report.bench import (
     shown_strategies,
     speedup_text,
     steps,
+    verdict_remarks,
 )
 from canzona_cli.report.curves import Curve, Curves, side_by_side
 from canzona_cli.report.page import Page, Screen, items, note, paragraph
@@ -242,9 +241,8 @@ class SweepView(Page):
         first_result = next(iter(self.results.values()))
         plan = "; plan: predicted; error: predicted / measured - 1" if first_result.planned else ""
         yield f"measured: median [quartiles] of the rounds{plan}"
-        if any(group.shows(NOT_DISTINCT) for group in groups):
-            yield OVERLAP
         if self.kind == "optimizer" and self._has_several_strategies:
+            yield from verdict_remarks(groups, first_result.rounds)
             references = ", ".join(dict.fromkeys(result.reference for result in self.results.values()))
             yield f"ratio: time divided by {references}'s time, median [quartiles] of the ratio in each round"
         if self.kind == "gpus":

@@ -13,6 +13,7 @@ from canzona_cli.report.header import layout_name, rank_word
 from canzona_cli.report.page import Page, Screen, items, labelled_rows, note, paragraph, section_head
 from canzona_cli.report.tables import Cell, rows_table
 from canzona_cli.run.phases import PHASES
+from canzona_cli.run.statistics import no_verdict
 from canzona_cli.run.words import layout_code, number, overhead, plural
 
 
@@ -83,13 +84,18 @@ class TuneView(Page):
             return "The simulator's choice is also the fastest measured layout."
         if result.chosen not in result.layouts:
             return "The simulator's choice could not be measured."
-        overlap = "" if result.certain else "; their quartile ranges overlap"
         best, chosen = (layout_name(result.layouts[name].layout) for name in (result.best, result.chosen))
         slower = overhead(result.slower(result.chosen))
         return (
             f"{best} is the fastest measured layout; the simulator's choice, {chosen}, is {slower} slower per "
-            f"sequence{overlap}."
+            f"sequence{self._doubt()}."
         )
+
+    def _doubt(self) -> str:
+        """Returns the end of the sentence that says how the fastest layout and the simulator's choice differ."""
+        if self.result.certain is None:
+            return f" ({no_verdict(self.result.rounds)})"
+        return "" if self.result.certain else ", which is not significant (paired t-test)"
 
 
 def _errors(accuracy: Accuracy, layouts: int) -> Iterator[RenderableType]:

@@ -126,12 +126,35 @@ def test_errors_of_a_phase_are_told_of_steps_that_spend_time_there() -> None:
     assert (exchange.mape, exchange.share) == pytest.approx((0.5, 0.2))
 
 
-def test_a_faster_layout_is_certain_where_quartiles_are_apart() -> None:
-    slow = one(DP4, 1.0, 1.2, 1.1, predicted=1.0)
-    near, far = (one(TP4, *(by * step for step in (1.0, 1.2, 1.1)), predicted=2.0) for by in (0.97, 0.7))
+ROUNDS = (1.0, 1.2, 1.1, 1.15, 1.05)
+"""The seconds of a layout's rounds."""
+
+
+def test_a_faster_layout_is_certain_where_rounds_differ_significantly() -> None:
+    slow = one(DP4, *ROUNDS, predicted=1.0)
+    near, far = (one(TP4, *(by * step for step in reversed(ROUNDS)), predicted=2.0) for by in (0.97, 0.7))
     assert result(slow, near).best == result(slow, far).best == entrant_name(TP4)
     assert (result(slow, near).certain, result(slow, far).certain) == (False, True)
-    assert result(slow, far, chosen=TP4).certain, "of what was chosen there is nothing to doubt"
+    said = [" ".join(printed(TuneView(result=result(slow, fast)), 120).split()) for fast in (near, far)]
+    assert ["which is not significant (paired t-test)" in text for text in said] == [True, False]
+    assert result(slow, far, chosen=TP4).certain is None, "of what was chosen there is nothing to doubt"
+    assert result(slow, far, chosen=MIXED).certain is None, "it was not measured"
+
+
+def test_the_fastest_of_many_layouts_needs_a_clearer_difference() -> None:
+    """The same times, alone and beside four more layouts."""
+    slow = one(DP4, *ROUNDS, predicted=1.0)
+    fast = one(TP4, *(by * step for by, step in zip((0.9, 0.99, 0.91, 0.98, 0.92), ROUNDS, strict=True)), predicted=2.0)
+    others = [one(layout(dp=4, micro=2**n), *(99 * step for step in ROUNDS), predicted=9.0) for n in range(1, 5)]
+    assert (result(slow, fast).certain, result(slow, fast, *others).certain) == (True, False)
+
+
+def test_three_rounds_give_no_verdict_on_layouts() -> None:
+    found = result(one(DP4, *ROUNDS[:3], predicted=1.0), one(TP4, 0.1, 0.1, 0.1, predicted=2.0))
+    assert found.certain is None
+    assert json.loads(json.dumps(content_of(found, None)))["certain"] is None
+    text = " ".join(printed(TuneView(result=found), 120).split())
+    assert "(3 rounds: no verdict on significance, which needs 5: --rounds 5)" in text
 
 
 @pytest.mark.parametrize("width", [80, 140])

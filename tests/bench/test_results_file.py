@@ -7,7 +7,7 @@ import pytest
 
 from canzona_cli.bench.results import content_of, load, save
 from canzona_cli.run.statistics import Quartiles
-from tests.bench.benches import bench, with_measured
+from tests.bench.benches import bench, of_rounds, with_measured
 
 
 def test_what_is_saved_is_loaded_back_the_same(tmp_path: Path) -> None:
@@ -33,14 +33,23 @@ def test_speedups_are_the_ratios_round_by_round() -> None:
         assert content["predicted"][name].keys() >= {"iteration_s", "optimizer_s", "optimizer_error"}
 
 
-def test_a_speedup_whose_intervals_overlap_is_withheld_with_the_reason() -> None:
-    result = bench()
-    ours = result.references[0].optimizer_s
-    result = with_measured(result, "asc", optimizer_s=tuple(1.001 * time for time in ours))
-    content = content_of(result)
-    assert content["speedup"]["optimizer_vs_asc"] is None  # type: ignore[index]
-    assert "overlap" in content["withheld"]["optimizer_vs_asc"]  # type: ignore[index]
-    assert content["speedup"]["optimizer_vs_sc"] is not None  # type: ignore[index]
+def test_a_speedup_that_is_not_significant_is_withheld_with_the_reason() -> None:
+    content = json.loads(json.dumps(content_of(bench())))
+    assert content["speedup"]["optimizer_vs_asc"] is None
+    assert "not significant: " in content["withheld"]["optimizer_vs_asc"]
+    assert content["speedup"]["optimizer_vs_sc"]["distinct"] is True
+    assert content["speedup"]["optimizer_vs_sc"]["p"] < 0.05
+
+
+def test_speedups_of_two_rounds_have_numbers_and_are_not_judged() -> None:
+    result = of_rounds(bench(), 2)
+    content = json.loads(json.dumps(content_of(result)))
+    ran = {name: speedup for name, speedup in content["speedup"].items() if not name.endswith("paper")}
+    assert len(ran) == 6
+    for judged in (*ran.values(), content["overhead_over_adamw"]):
+        assert judged["low"] <= judged["median"] <= judged["high"]
+        assert (judged["distinct"], judged["p"]) == (None, None)
+    assert not set(ran) & set(content["withheld"])
 
 
 def test_strategies_that_disagree_have_no_speedup_at_all_and_keep_their_numbers(tmp_path: Path) -> None:

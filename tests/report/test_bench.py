@@ -9,7 +9,8 @@ from canzona_cli.report.bench import BenchView, error_text, quartiles, speedup_t
 from canzona_cli.report.document import document
 from canzona_cli.run.breakdown import CALIBRATE
 from canzona_cli.run.statistics import Quartiles, Speedup
-from tests.bench.benches import bench, with_measured
+from canzona_cli.run.words import plural
+from tests.bench.benches import bench, of_rounds, with_measured
 from tests.report.terminal import line_of, printed
 
 
@@ -54,16 +55,36 @@ def test_a_speedup_has_its_quartiles_and_the_prediction_beside_it() -> None:
     assert f"{speedup.median:.2f}x [{speedup.low:.2f}, {speedup.high:.2f}] 3.24x" in row
 
 
-def test_no_speedup_is_printed_where_intervals_overlap() -> None:
+def test_no_speedup_is_printed_where_it_is_not_significant() -> None:
     text = shown(BenchView(bench(("canzona", "asc"))))
     row = line_of(text.partition("Compared")[2], "asc")
     assert row.count("not significant") == 2
     assert "[" not in row
-    assert "not significant: the interquartile ranges of the two times overlap" in text
+    assert "not significant: with equal times, rounds would differ as much" in text
 
 
-def test_nothing_is_said_of_overlaps_where_all_are_apart() -> None:
-    assert "ranges of the two times overlap" not in shown(BenchView(bench(("canzona", "sc"))))
+def test_nothing_is_said_of_significance_where_all_are_distinct() -> None:
+    assert "significan" not in shown(BenchView(bench(("canzona", "sc"))))
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 4])
+def test_few_rounds_are_shown_with_numbers_and_no_verdict(rounds: int) -> None:
+    view = BenchView(of_rounds(bench(), rounds))
+    page = document("canzona bench", view).text()
+    for text in (shown(view), page):
+        assert "not significant" not in text
+        assert f"{plural(rounds, 'round')}: no verdict on significance, which needs 5: --rounds 5" in text
+    row = line_of(shown(view).partition("Compared")[2], "asc")
+    assert row.count("x [") == 2
+    assert "no verdict" not in shown(BenchView(of_rounds(bench(), 5)))
+
+
+def test_more_ranks_than_cores_are_said_to_count_repeated_work() -> None:
+    result = bench()
+    assert "4 ranks share 2 cores, so these times count the work of all ranks" in shown(BenchView(result))
+    assert "6 rounds of 2 measured steps" in shown(BenchView(result))
+    for fine in (replace(result, device="cuda"), replace(result, machine={**result.machine, "cores": 4})):
+        assert "share" not in shown(BenchView(fine)).partition("phase")[0]
 
 
 def test_overhead_is_over_adamws_iteration() -> None:
@@ -174,14 +195,7 @@ def test_a_strategy_measured_alone_is_marked() -> None:
 def test_one_round_has_no_quartiles() -> None:
     assert quartiles([0.05]) == "50.0"
     result = bench(("canzona",))
-    found = result.strategies["canzona"].measured
-    once = with_measured(
-        result,
-        "canzona",
-        iteration_s=found.iteration_s[:1],
-        optimizer_s=found.optimizer_s[:1],
-        processor_s=found.processor_s[:1],
-    )
+    once = of_rounds(result, 1)
     assert "  quartiles" in shown(BenchView(once))
     assert "[" not in line_of(shown(BenchView(once)), "  quartiles")
 

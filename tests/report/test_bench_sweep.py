@@ -10,7 +10,7 @@ from canzona_cli.bench.results import BenchResult
 from canzona_cli.report.bench_sweep import SweepView
 from canzona_cli.report.document import document
 from canzona_cli.run.breakdown import CALIBRATE
-from tests.bench.benches import bench
+from tests.bench.benches import bench, of_rounds
 from tests.report.html_page import read_page
 from tests.report.terminal import line_of
 from tests.report.test_bench import shown
@@ -92,12 +92,19 @@ def test_what_varies_is_not_in_the_heading() -> None:
     assert "DP" not in first
 
 
-def test_speedups_of_overlapping_intervals_are_not_printed() -> None:
+def test_speedups_that_are_not_significant_are_not_printed() -> None:
     text = shown(SweepView("optimizer", SWEEPS["optimizer"]))
     asc = [line for line in text.splitlines() if line.strip().startswith("asc ")]
     assert asc
     assert all("not significant" in line and "x [" not in line for line in asc)
-    assert "ranges of the two times overlap" in text
+    assert "not significant: with equal times, rounds would differ as much" in text
+
+
+def test_a_sweep_of_few_rounds_has_numbers_and_no_verdict() -> None:
+    text = shown(SweepView("optimizer", {name: of_rounds(one, 2) for name, one in SWEEPS["optimizer"].items()}))
+    assert all(line.count("x [") == 2 for line in text.splitlines() if line.strip().startswith("asc "))
+    assert "2 rounds: no verdict on significance, which needs 5: --rounds 5" in text
+    assert "not significant" not in text
 
 
 def test_a_note_on_one_value_names_it() -> None:
