@@ -293,7 +293,7 @@ def compose_from_folder(
     ]
     recipe = [] if "recipe" in overridden else [f"recipe={_nearest_recipe(folder)}"]
     composed = compose_run([*recipe, *from_folder, *overrides], recipes_dirs=recipes_dirs)
-    warnings = []
+    warnings: list[str] = []
     if "train.seq_length" in overridden:
         warnings += filter(None, [folder.length_warning(composed.config.train.seq_length)])
     elif composed.config.train.seq_length > folder.positions:

@@ -75,7 +75,7 @@ ACCEPTED: dict[str, dict[str, object]] = {
         key: value for key, value in sized(QWEN3_30B, 4, 1024, 3072, 16, 4).items() if key != "head_dim"
     },
 }
-REFUSED = {
+REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "Mistral-7B": ({"model_type": "mistral", "architectures": ["MistralForCausalLM"]}, "model_type"),
     "Qwen2.5-7B": ({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}, "model_type"),
     "Gemma-2-2B": ({"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}, "model_type"),
@@ -108,7 +108,7 @@ def test_an_accepted_model_counts_and_rotates_as_transformers_own(name: str) -> 
     ours = RotaryEmbedding(
         model.head_dim,
         rotary_percent=1.0,
-        rotary_base=model.rope_base,  # type: ignore[arg-type] # any number
+        rotary_base=model.rope_base,
         rope_scaling=model.rope_scaling is not None,
         rope_scaling_factor=model.rope_scaling or 8.0,
         use_cpu_initialization=True,

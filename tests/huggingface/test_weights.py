@@ -95,7 +95,7 @@ def test_what_came_in_goes_out_bit_by_bit(tmp_path: Path, dtype: str, tied: bool
 
 @pytest.mark.sweep
 def test_the_rows_of_a_padded_vocabulary_are_copies_of_the_last(tmp_path: Path) -> None:
-    """As Megatron's own converter fills them; with a vocabulary of its own size a folder fits as well."""
+    """Megatron's own converter fills them alike; with a vocabulary of its own size a folder fits as well."""
     shape = replace(SHAPE, vocab_size=1001, tied_embeddings=False)
     wanted = random_folder(tmp_path / "in", shape)
     found = stored_masters(imported(tmp_path / "in", tmp_path / "run"))
