@@ -140,6 +140,17 @@ def test_optimizers_import_nothing_of_ours_but_the_types_of_settings() -> None:
     assert outside == set()
 
 
+def test_home_directories_are_expanded_in_one_place() -> None:
+    """`Path.expanduser` raises an error for a user who does not exist."""
+    wrong = {
+        module
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr == "expanduser" and module != f"{PACKAGE}.config.reading"
+    }
+    assert wrong == set()
+
+
 def test_private_names_of_megatron_are_used_in_one_room() -> None:
     """Names that are imported, and attributes of imported modules and classes."""
     found = set()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, hidden_name, hidden_path, step_of
 from canzona_cli.checkpoint.verify import fallback_fix, read_manifest
+from canzona_cli.config.reading import expanded
 from canzona_cli.errors import CheckpointInvalid, ConfigError, Problem
 from canzona_cli.run.files import RunFiles, sync_folder
 
@@ -214,7 +215,7 @@ def resolve(run_checkpoints: Path, resume: str, *, key: str = _KEY) -> Path | No
     if resume == "auto":
         latest = store.latest()
         return None if latest is None else _usable_path(latest)
-    path = Path(resume).expanduser()
+    path = expanded(resume)
     if step_of(resume) is not None:
         named = {checkpoint.name: checkpoint for checkpoint in store.checkpoints()}
         if resume in named:

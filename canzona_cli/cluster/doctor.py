@@ -24,6 +24,7 @@ from packaging.specifiers import SpecifierSet
 
 from canzona_cli.cluster import machine
 from canzona_cli.cluster.gpus import GpuInfo, gpu_inventory, installed_gpus
+from canzona_cli.config.reading import expanded
 from canzona_cli.errors import ExitCode, Problem
 from canzona_cli.run.machine import cores, existing_folder, tool_output
 
@@ -281,7 +282,7 @@ def _machine() -> Iterator[Finding]:
 def _storage(on_gpus: bool) -> Iterator[Finding]:
     """Checks space and permissions for runs, prepared data and temporary files, and the size of shared
     memory."""
-    cache = Path(os.environ.get("CANZONA_CACHE") or "~/.cache/canzona").expanduser()
+    cache = expanded(os.environ.get("CANZONA_CACHE") or "~/.cache/canzona")
     yield _folder_finding("runs", Path("runs"), "run directories go here", "run.root")
     yield _folder_finding("cache", cache, "prepared corpora go here", "CANZONA_CACHE")
     temporary = Path(tempfile.gettempdir())
@@ -298,13 +299,13 @@ def _storage(on_gpus: bool) -> Iterator[Finding]:
 
 def _folder_finding(name: str, path: Path, meaning: str, setting: str, *, unwritable: Status = "warn") -> Finding:
     """Checks that a directory, or its nearest existing parent, is writable and has 2 GiB free."""
-    existing = existing_folder(path.expanduser().absolute())
+    existing = existing_folder(expanded(path).absolute())
     fix = f"use {setting}=DIR with a directory you may write to"
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         value = f"{path}: {existing} is not writable"
         return _finding("storage", name, False, value, meaning, fix, otherwise=unwritable)
     free = shutil.disk_usage(existing).free
-    value = f"{path.expanduser().absolute()}, {free / _GIB:.1f} GiB free"
+    value = f"{expanded(path).absolute()}, {free / _GIB:.1f} GiB free"
     return _finding("storage", name, free >= 2 * _GIB, value, meaning, f"free some space, or {fix}")
 
 

@@ -8,6 +8,7 @@ import typer
 from typer import Argument, Option
 
 from canzona_cli.commands.output import AsJson
+from canzona_cli.config.reading import expanded
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -136,7 +137,7 @@ def show_data(
     from canzona_cli.data.view import view
     from canzona_cli.report.data import data_content, print_data
 
-    shown = view(prefix.expanduser().absolute(), documents=documents, tokens=tokens, seq_length=seq_length)
+    shown = view(expanded(prefix).absolute(), documents=documents, tokens=tokens, seq_length=seq_length)
     if as_json:
         show(data_content(shown))
     else:

@@ -154,14 +154,18 @@ def from_hf(
     from canzona_cli.huggingface.folder import compose_from_folder, open_folder
 
     check_destination(destination, force=force)
-    composed = compose_from_folder(open_folder(folder, key="DIR"), overrides or (), recipes_dir or ())
+    source = open_folder(folder, key="DIR")
+    composed = compose_from_folder(source, overrides or (), recipes_dir or ())
     warn_about(composed)
     config = _named_after(destination, composed)
     if "description" not in composed.explicit:
         config = replace(config, description=f"The model in {folder.resolve().name}")
     write_recipe(destination, recipe_text(config, origin=composed.config.name), force=force)
-    train = f"canzona train recipe={display_path(destination)} init={display_path(folder)}"
-    typer.echo(f"Wrote {display_path(destination)}. Train from the folder's weights with: {train}")
+    recipe = f"recipe={display_path(destination)}"
+    ways = f"Train from the folder's weights with: canzona train {recipe} init={display_path(folder)}"
+    if source.lack is not None:
+        ways = f"The folder has no weights. Plan it with: canzona plan {recipe}, or train from random weights."
+    typer.echo(f"Wrote {display_path(destination)}. {ways}")
 
 
 def _named_after(file: Path, composed: "Composed") -> "RunConfig":

@@ -18,6 +18,7 @@ from canzona_cli.commands.output import announce, check_inputs, progress, show, 
 from canzona_cli.commands.train_end import show_end
 from canzona_cli.config.compose import Composed, compose_run, dump_resolved
 from canzona_cli.config.overrides import parse_overrides
+from canzona_cli.config.reading import expanded
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.costs.sharing import mode_warnings
 from canzona_cli.data.corpus import ensure_corpus
@@ -108,7 +109,7 @@ def _compose(overrides: list[str], recipes_dirs: list[Path]) -> Composed:
     """Composes the run. If weights come from a Hugging Face folder and there is no recipe, derives the recipe
     from the folder."""
     parsed = parse_overrides(overrides)
-    folder = Path(str(parsed.values.get("checkpoint.weights_from") or "")).expanduser()
+    folder = expanded(str(parsed.values.get("checkpoint.weights_from") or ""))
     if "recipe" in parsed.groups or not is_hugging_face(folder):
         return compose_run(overrides, recipes_dirs=recipes_dirs)
     return compose_from_folder(open_folder(folder, key="checkpoint.weights_from"), overrides, recipes_dirs)
@@ -329,7 +330,7 @@ def _import_weights(config: RunConfig, run: RunDirectory) -> None:
     """Imports the weights of a Hugging Face folder as the checkpoint of step 0. Does nothing if the run does
     not start from such a folder or already has a checkpoint."""
     source = config.checkpoint.weights_from
-    folder = Path(source or "").expanduser()
+    folder = expanded(source or "")
     saved = CheckpointStore(run.files.checkpoints).latest()
     if source is None or not is_hugging_face(folder) or saved is not None:
         return
@@ -338,6 +339,8 @@ def _import_weights(config: RunConfig, run: RunDirectory) -> None:
     progress(f"note: importing the weights in {folder}")
     pretrained = open_folder(folder, key="checkpoint.weights_from")
     pretrained.check(config.model)
+    if (warning := pretrained.length_warning(config.train.seq_length)) is not None:
+        progress(f"warning: {warning}")
     import_weights(pretrained, config, run.files)
 
 

@@ -9,6 +9,7 @@ from typing import get_args
 
 from canzona_cli.config.execution import RELEASED_TP_MODES, has_tp_modes
 from canzona_cli.config.layout_rules import layout_problems
+from canzona_cli.config.reading import expanded
 from canzona_cli.config.schema import STANDARD_ONLY, Collective, CustomConfig, Execution, MomentumConfig, RunConfig
 from canzona_cli.config.secrets import safety_problems
 from canzona_cli.config.settings import settings, with_own_values
@@ -162,7 +163,7 @@ def _data_problems(config: RunConfig) -> Iterator[Problem]:
         elif not data.path and not data.blend:
             fix = "run `canzona data prepare`, then write data.path=PREFIX (for PREFIX.bin and PREFIX.idx)"
             yield Problem("data.path", "prepared data needs a path", fix)
-        paths = Counter(os.path.abspath(os.path.expanduser(path)) for path in data.blend or {})
+        paths = Counter(os.path.abspath(expanded(path)) for path in data.blend or {})
         for path in (path for path, times in paths.items() if times > 1):
             yield Problem("data.blend", "is listed twice", "list it once, with the sum of its weights", value=path)
 

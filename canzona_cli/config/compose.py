@@ -7,7 +7,7 @@ from pathlib import Path
 
 from canzona_cli.config.checks import config_problems
 from canzona_cli.config.overrides import key_of, parse_overrides
-from canzona_cli.config.reading import display_path, read_yaml
+from canzona_cli.config.reading import display_path, expanded, read_yaml
 from canzona_cli.config.recipes import (
     WRITTEN,
     builtin_recipes_dir,
@@ -97,7 +97,7 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
     parsed = parse_overrides(overrides)
     problems = list(parsed.problems)
     run_dir = parsed.values.get("run.dir")
-    saved = Path(run_dir).expanduser() / WRITTEN if isinstance(run_dir, str) else None
+    saved = expanded(run_dir) / WRITTEN if isinstance(run_dir, str) else None
     if "recipe" not in parsed.groups and saved is not None and saved.is_file():
         parsed = replace(parsed, groups={"recipe": str(saved.absolute()), **parsed.groups})
     chosen = find_options(parsed.groups, dirs, problems)

@@ -142,6 +142,12 @@ def read_yaml(path: Path) -> dict[str, object]:
     return {str(key): value for key, value in content.items()}
 
 
+def expanded(path: str | Path) -> Path:
+    """Returns a path in which the home directory stands for `~` or `~USER`. Without such a user, the path stays as
+    it is, and does not exist."""
+    return Path(os.path.expanduser(path))
+
+
 def display_path(path: Path) -> str:
     """Returns a path for messages: relative to the working directory if it is inside that directory,
     otherwise unchanged."""

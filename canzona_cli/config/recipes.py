@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from canzona_cli.config.reading import display_path, read_yaml
+from canzona_cli.config.reading import display_path, expanded, read_yaml
 from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem, closest, collect_problems, refuse
 
 if TYPE_CHECKING:
@@ -59,9 +59,9 @@ def user_recipes_dirs(recipes_dirs: Sequence[Path] = ()) -> tuple[Path, ...]:
     refuse(
         Problem(origin, "there is no such folder", fix, value=str(path))
         for origin, path in folders
-        if not path.expanduser().is_dir()
+        if not expanded(path).is_dir()
     )
-    return tuple(dict.fromkeys(path.expanduser().resolve() for _, path in folders))
+    return tuple(dict.fromkeys(expanded(path).resolve() for _, path in folders))
 
 
 def group_options(group: str, dirs: Sequence[Path]) -> dict[str, Path]:
@@ -101,7 +101,7 @@ def find_option(group: str, choice: str, dirs: Sequence[Path]) -> Path:
         if option is None:
             raise ConfigError(_unknown_option(group, choice, dirs))
         return option
-    path = Path(choice).expanduser()
+    path = expanded(choice)
     if not path.is_file():
         raise ConfigError(_no_such_file(group, choice, path, dirs))
     from canzona_cli.config.secrets import content_problems  # imports the schema, which help and completion do not need
@@ -141,10 +141,10 @@ def _unknown_option(group: str, choice: str, dirs: Sequence[Path]) -> Problem:
     """Returns a problem for an unknown option. The fix names the file that `choice` seems to mean; if there is
     none, it suggests the closest option and lists all options."""
     options = group_options(group, dirs)
-    if group == "recipe" and (Path(choice).expanduser() / WRITTEN).is_file():
+    if group == "recipe" and (expanded(choice) / WRITTEN).is_file():
         return Problem(group, "is a folder", f"write recipe={Path(choice) / WRITTEN}", value=choice)
     for file in (f"{choice}.yaml", f"{choice}.yml") if group in FROM_FILES else ():
-        if Path(file).expanduser().is_file():
+        if expanded(file).is_file():
             reason = f"there is no {group} of this name, but there is a file {file}"
             return Problem(group, reason, f"write {group}={display_path(Path(file))}", value=choice)
     hint = closest_option(choice, options)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from canzona_cli.config.reading import expanded
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import problem_with
 from canzona_cli.data.build import BuildSettings, Progress, build_pair, disk_problem
@@ -174,7 +175,7 @@ def _pairs(paths: Sequence[str], *, blended: bool) -> list[tuple[PairInfo, Sidec
     pairs, problems = [], list[Problem]()
     for path in paths:
         with collect_problems(problems):
-            pair = inspect_pair(Path(path).expanduser().absolute())
+            pair = inspect_pair(expanded(path).absolute())
             pairs.append((pair, load_sidecar(pair)))
     if blended:
         problems = [

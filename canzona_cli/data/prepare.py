@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from canzona_cli.config.overrides import text_value
+from canzona_cli.config.reading import expanded
 from canzona_cli.data.build import (
     DEFAULT_VOCAB_SIZE,
     BuildSettings,
@@ -57,7 +58,7 @@ def prepare(request: PrepareRequest, on_progress: OnProgress) -> BuiltPair:
         EnvironmentProblem: the output cannot be written, the disk is full, a package is not installed, or a
             process died.
     """
-    prefix = Path(request.output).expanduser()
+    prefix = expanded(request.output)
     sources, problems = find_sources(request.inputs, request.format)
     if not request.inputs:
         problems.append(Problem("INPUT", "there are no inputs", "name files, folders, - or stdlib"))

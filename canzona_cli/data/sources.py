@@ -17,6 +17,7 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import Literal
 
+from canzona_cli.config.reading import expanded
 from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, Problem
 
 InputFormat = Literal["auto", "text", "jsonl", "parquet"]
@@ -76,7 +77,7 @@ def _expand(text: str, format: InputFormat) -> list[Source]:
         if sys.stdin.isatty():
             raise input_error(text, "standard input is a terminal", "pipe text into it: zstdcat x.zst | canzona ...")
         return [Source(label="standard input", path=None, format=format, size=None)]
-    path = Path(text).expanduser()
+    path = expanded(text)
     if path.is_dir():
         return _folder_sources(path, format)
     if path.exists():

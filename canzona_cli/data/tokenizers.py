@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import re
+import shlex
 import signal
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
-from canzona_cli.config.reading import Unreadable, read_plain
+from canzona_cli.config.reading import Unreadable, expanded, read_plain
 from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
 from canzona_cli.run.codec import Damaged, parse
 
@@ -281,13 +282,21 @@ def bpe_from_json(text: str) -> JsonTokenizer:
     return JsonTokenizer(kind="bpe", name=f"bpe-{vocab_size}-{digest}", eod=eod, backend=backend)
 
 
+def tokenizer_line(folder: Path) -> str:
+    """Returns the advice to write a folder's tokenizer.json from the files of another kind of tokenizer."""
+    path = str(folder)
+    code = f"from transformers import AutoTokenizer as A; A.from_pretrained({path!r}).save_pretrained({path!r})"
+    packages = "transformers sentencepiece" if (folder / "tokenizer.model").is_file() else "transformers"
+    return f"write it with (pip install {packages}): python -c {shlex.quote(code)}"
+
+
 def tokenizer_file(spec: str) -> Path:
     """Returns the path of the tokenizer.json that `spec` names: a file, or a folder that contains the file.
 
     Raises:
         ConfigError: there is no such file.
     """
-    path = Path(spec).expanduser()
+    path = expanded(spec)
     file = path / "tokenizer.json" if path.is_dir() else path
     if file.is_file():
         return file
@@ -295,7 +304,7 @@ def tokenizer_file(spec: str) -> Path:
     fix = "give byte, bpe, or the path of a tokenizer.json"
     if path.is_dir():
         reason = "this folder has no tokenizer.json, which is the file of a fast tokenizer"
-        fix = f"write one with transformers: AutoTokenizer.from_pretrained({spec!r}).save_pretrained(FOLDER)"
+        fix = tokenizer_line(path)
     elif re.fullmatch(r"[^./~][^/]*/[^/]+", spec) and not spec.endswith(".json"):  # OWNER/MODEL on the hub
         fix = f"hf download {spec} tokenizer.json --local-dir ., then --tokenizer tokenizer.json"
     raise ConfigError(Problem("--tokenizer", reason, fix, value=spec))

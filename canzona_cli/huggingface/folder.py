@@ -22,8 +22,18 @@ from canzona_cli.config.reading import Absent, Unreadable, parse_json, read_plai
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.config.tree import list_recipes
 from canzona_cli.errors import ConfigError, Problem, refuse
-from canzona_cli.huggingface.foreign import FILE, StackSlice, read_model, split_stack, tensor_names
-from canzona_cli.model.families import family_of, family_problems, parameter_count
+from canzona_cli.huggingface.foreign import (
+    FILE,
+    VOCABULARY_MULTIPLE,
+    StackSlice,
+    ignored_keys,
+    padded_vocabulary,
+    positions_of,
+    read_model,
+    split_stack,
+    tensor_names,
+)
+from canzona_cli.model.families import EMBEDDING, OUTPUT, family_of, family_problems, parameter_count
 from canzona_cli.model.geometry import unit_shape
 from canzona_cli.run.corpus import read_corpus
 from canzona_cli.run.files import RunFiles
@@ -48,6 +58,9 @@ DTYPES: Final[Mapping[Dtype, tuple[str, str]]] = {
 _MOST_PROBLEMS: Final = 20
 """The maximum number of problems that are listed; in a folder of another model every tensor would be a
 problem."""
+_OTHER_TOKENIZERS: Final = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.tiktoken")
+_MOST_TP: Final = 128
+"""The largest tensor-parallel size for which a vocabulary may be padded."""
 _IMPORTED_KEYS: Final = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 """The keys of an imported `config.json` that a recipe has no settings for. An export writes them again."""
 
@@ -72,6 +85,12 @@ class HuggingFaceFolder:
     """The settings of a recipe's model section, except its name."""
     tensors: Mapping[str, FolderTensor]
     """The tensors by their Hugging Face names."""
+    positions: int
+    """The length of the longest sequence that the model was made for, in tokens."""
+    ignored: tuple[str, ...]
+    """The keys of `config.json` that neither canzona nor transformers knows."""
+    lack: Problem | None = None
+    """The reason why the folder has no weights; None if it has."""
 
     @property
     def tokenizer(self) -> Path | None:
@@ -79,13 +98,32 @@ class HuggingFaceFolder:
         path = self.path / TOKENIZER
         return path if path.is_file() else None
 
+    @property
+    def other_tokenizer(self) -> str | None:
+        """The name of a tokenizer's file that canzona cannot read; None if the folder has a tokenizer.json, or
+        no tokenizer."""
+        if self.tokenizer is not None:
+            return None
+        return next((name for name in _OTHER_TOKENIZERS if (self.path / name).is_file()), None)
+
+    def length_warning(self, seq_length: int) -> str | None:
+        """Returns a warning if sequences are longer than those that the model was made for."""
+        if seq_length <= self.positions:
+            return None
+        return (
+            f"train.seq_length={seq_length:,} is above max_position_embeddings {self.positions:,} of "
+            f"{self.path / FILE}: positions beyond that are new to the model"
+        )
+
     def check(self, model: ModelConfig) -> None:
         """Checks that the folder contains this model.
 
         Raises:
-            ConfigError: settings or tensors differ. The error lists every setting that differs, other than
-                `init_std`, and the first 20 tensors that are missing, unexpected, or of another shape or type.
+            ConfigError: the folder has no weights, or settings or tensors differ. The error lists every setting
+                that differs, other than `init_std`, and the first 20 tensors that are missing, unexpected, or of
+                another shape or type.
         """
+        refuse([self.lack] if self.lack else [])
         other_family = family_problems(self.as_config(), model, str(self.path))
         wrong_tensors = limit_problems([*self._wrong_tensors(model)], _MOST_PROBLEMS, key="tensors")
         refuse([*other_family, *self._other_settings(model), *wrong_tensors])
@@ -94,10 +132,21 @@ class HuggingFaceFolder:
         """Returns the folder's model as a configuration without a name."""
         return ModelConfig(name="", **self.model)  # type: ignore[arg-type]
 
+    def rows(self, model: ModelConfig) -> int | None:
+        """Returns the number of rows that the folder's embedding and output layer have, if the model has the same
+        vocabulary, or pads it as Megatron does for some tensor-parallel size; None otherwise."""
+        rows = self.model["vocab_size"]
+        assert isinstance(rows, int)
+        is_padded = model.vocab_size % VOCABULARY_MULTIPLE == 0
+        is_padded &= rows < model.vocab_size < rows + _MOST_TP * VOCABULARY_MULTIPLE
+        return rows if is_padded or model.vocab_size == rows else None
+
     def _other_settings(self, model: ModelConfig) -> Iterator[Problem]:
         """Yields a problem for each setting, other than `init_std`, that differs from the model's."""
         settings = asdict(model)
         for name, value in self.model.items():
+            if name == "vocab_size" and self.rows(model) is not None:
+                continue
             if settings[name] != value and name != "init_std":
                 shown = json.dumps(value)
                 reason, fix = f"is {shown} in {self.path / FILE}", f"model.{name}={shown}"
@@ -110,6 +159,8 @@ class HuggingFaceFolder:
         fix = "the folder's config.json belongs to another model, or the download is not complete"
         for name, unit in units.items():
             shape, stored = unit_shape(unit, model), self.tensors.get(name)
+            if unit in (EMBEDDING, OUTPUT) and (rows := self.rows(model)) is not None:
+                shape = (rows, *shape[1:])
             if stored is None:
                 yield Problem(key=name, reason="the folder has no such tensor", fix=fix)
             elif stored.shape != shape:
@@ -140,17 +191,20 @@ def open_folder(path: Path, *, key: str) -> HuggingFaceFolder:
             first 20 reasons.
     """
     problems: list[Problem] = []
+    tree: Mapping[str, object] = {}
     model: dict[str, object] = {}
     tensors: dict[str, FolderTensor] = {}
     if not path.is_dir():
         raise ConfigError(Problem(key=key, value=path, reason="there is no such folder", fix=f"{key} takes a folder"))
     try:
-        model = read_model(read_object(path / FILE))
+        tree = read_object(path / FILE)
+        model = read_model(tree)
     except ConfigError as error:
         problems += error.problems
     except Unreadable as error:
         problems.append(Problem(key=key, value=path, reason=f"its {FILE} {error}", fix="name a Hugging Face folder"))
-    for file in _files(path, key, problems):
+    lacking: list[Problem] = []
+    for file in _files(path, key, problems, lacking):
         try:
             # realpath does not raise for a link to itself, unlike Path.resolve; then read_table fails.
             table, size = read_table(Path(os.path.realpath(file)))
@@ -168,8 +222,15 @@ def open_folder(path: Path, *, key: str) -> HuggingFaceFolder:
                 for expert, stack_slice in split_stack(name, shape)
             }
             tensors |= experts or {name: FolderTensor(file=file, dtype=dtype, shape=shape)}
-    refuse(limit_problems(problems, _MOST_PROBLEMS, key="tensors"))
-    return HuggingFaceFolder(path=path, model=model, tensors=tensors)
+    refuse(limit_problems([*problems, *lacking] if problems else [], _MOST_PROBLEMS, key="tensors"))
+    return HuggingFaceFolder(
+        path=path,
+        model=model,
+        tensors=tensors,
+        positions=positions_of(tree),
+        ignored=ignored_keys(tree),
+        lack=next(iter(lacking), None),
+    )
 
 
 def read_object(path: Path) -> Mapping[str, object]:
@@ -184,16 +245,16 @@ def read_object(path: Path) -> Mapping[str, object]:
     return content
 
 
-def _files(path: Path, key: str, problems: list[Problem]) -> list[Path]:
-    """Returns a folder's files of weights, sorted by name. If they cannot be determined, appends the reason
-    to `problems` and returns an empty list."""
+def _files(path: Path, key: str, problems: list[Problem], lacking: list[Problem]) -> list[Path]:
+    """Returns a folder's files of weights, sorted by name. If there are none, appends the reason to `lacking`, if
+    they cannot be determined, to `problems`; then returns an empty list."""
     try:
         weight_map = read_object(path / INDEX).get("weight_map")
     except Absent:
         if (path / WEIGHTS).is_file():
             return [path / WEIGHTS]
         reason, fix = "has no safetensors weights", f"{WEIGHTS}, or {INDEX} and its files; pickles are never read"
-        problems.append(Problem(key=key, value=path, reason=reason, fix=fix))
+        lacking.append(Problem(key=key, value=path, reason=reason, fix=fix))
         return []
     except Unreadable as error:
         problems.append(Problem(key=key, value=path / INDEX, reason=str(error), fix="download it again"))
@@ -211,13 +272,19 @@ def compose_from_folder(
 ) -> Composed:
     """Composes the configuration of a run with the folder's model and tokenizer. `overrides` take precedence.
 
-    If `overrides` do not name a recipe, the built-in recipe with the closest number of parameters is used.
+    If `overrides` do not name a recipe, the built-in recipe with the closest number of parameters is used. Its
+    sequences are made shorter if the model was not made for their length.
 
     Raises:
         ConfigError: see `compose_run`.
     """
     overridden = {key_of(override) for override in overrides}
     settings = {f"model.{name}": json.dumps(value) for name, value in folder.model.items()}
+    vocabulary = folder.model["vocab_size"]
+    assert isinstance(vocabulary, int)
+    tp = {key_of(override): override.partition("=")[2] for override in overrides}.get("parallel.tp", "1")
+    padded = padded_vocabulary(vocabulary, int(tp) if tp.isdecimal() and 0 < int(tp) <= _MOST_TP else 1)
+    settings["model.vocab_size"] = str(padded)
     settings["model.name"] = text_value(folder.path.resolve().name)
     if folder.tokenizer is not None and not any(key.partition(".")[0] == "data" for key in overridden):
         settings |= {"data.source": "stdlib", "data.tokenizer": text_value(str(folder.path.resolve()))}
@@ -225,7 +292,25 @@ def compose_from_folder(
         f"{key}={value}" for key, value in settings.items() if key not in overridden and "model" not in overridden
     ]
     recipe = [] if "recipe" in overridden else [f"recipe={_nearest_recipe(folder)}"]
-    return compose_run([*recipe, *from_folder, *overrides], recipes_dirs=recipes_dirs)
+    composed = compose_run([*recipe, *from_folder, *overrides], recipes_dirs=recipes_dirs)
+    warnings: list[str] = []
+    if "train.seq_length" in overridden:
+        warnings += filter(None, [folder.length_warning(composed.config.train.seq_length)])
+    elif composed.config.train.seq_length > folder.positions:
+        shorter = [f"train.seq_length={folder.positions}"]
+        composed = compose_run([*recipe, *from_folder, *shorter, *overrides], recipes_dirs=recipes_dirs)
+    if (other := folder.other_tokenizer) is not None and not any(key.startswith("data") for key in overridden):
+        from canzona_cli.data.tokenizers import tokenizer_line
+
+        text = (
+            "text is encoded by the recipe's tokenizer, which the weights do not know, unless a data setting names one"
+        )
+        warnings.append(f"{folder.path} has {other}, but no {TOKENIZER}: {text}; {tokenizer_line(folder.path)}")
+    if padded != vocabulary and composed.config.model.vocab_size == padded:
+        warnings.append(f"the vocabulary of {vocabulary:,} is padded to {padded:,}, as Megatron pads it")
+    if folder.ignored:
+        warnings.append(f"{FILE} has keys that transformers ignores for this model, too: {', '.join(folder.ignored)}")
+    return replace(composed, warnings=(*composed.warnings, *warnings))
 
 
 def _nearest_recipe(folder: HuggingFaceFolder) -> str:

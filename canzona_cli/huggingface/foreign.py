@@ -6,6 +6,8 @@ exports write the older form, which version 5 also reads. Each tensor is one uni
 (`canzona_cli.model.geometry`), with its rows in the same order.
 """
 
+import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -14,6 +16,7 @@ from types import MappingProxyType
 from typing import Final
 
 from canzona_cli.config.schema import ModelConfig
+from canzona_cli.config.settings import settings as all_settings
 from canzona_cli.errors import ConfigError, Problem, refuse
 from canzona_cli.model.families import EMBEDDING, FAMILIES, FINAL_NORM, OUTPUT, family_of
 from canzona_cli.model.family import Family
@@ -32,6 +35,40 @@ _WIDTHS: Final = {
 _NUMBERS: Final = {"rope_base": "rope_theta", "norm_eps": "rms_norm_eps", "init_std": "initializer_range"}
 """The settings of a model that are other numbers, each with its key in `config.json`."""
 _TIED: Final = "tie_word_embeddings"
+_POSITIONS: Final = "max_position_embeddings"
+_SHAPES: Final = "canzona plan gpus=N --shapes FILE.yaml"
+_ROPES: Final = ("rope_parameters", "rope_scaling")
+_ROPE_KEYS: Final = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"})
+_MUST_BE: Final[Mapping[str, tuple[object, ...]]] = {
+    **dict.fromkeys(("partial_rotary_factor", "rotary_pct", "logit_scale", "logits_scaling"), (1, None)),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "routed_scaling_factor"), (1, None)),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "shared_expert_intermediate_size"), (0, None)),
+    **dict.fromkeys(("first_k_dense_replace", "num_nextn_predict_layers"), (0, None)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"), (None,)),
+    **dict.fromkeys(("attention_multiplier", "attention_chunk_size", "clip_qkv", "kv_lora_rank"), (None,)),
+    **dict.fromkeys(("q_lora_rank", "rope_local_base_freq", "auto_map", "quantization_config"), (None,)),
+    **dict.fromkeys(("mlp_bias", "qkv_bias", "bias", "alibi", "rope_interleaved"), (False, None)),
+    **dict.fromkeys(("is_encoder_decoder", "add_cross_attention"), (False, None)),
+    "no_rope_layers": ([], None),
+    "pruned_heads": ({}, None),
+}
+"""The accepted values of keys that would make another model, in every family; the first is the usual one."""
+_NO_EFFECT: Final = frozenset(
+    (
+        *("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_bfloat16", "torchscript"),
+        *("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "decoder_start_token_id", "tokenizer_class"),
+        *("use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+        *("chunk_size_feed_forward", "is_decoder", "tie_encoder_decoder", "pretraining_tp", "router_aux_loss_coef"),
+        *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task"),
+        *("sliding_window", "max_window_layers", "_attn_implementation_autoset"),
+        "intermediate_size",  # of the dense layers, which no model with experts may have
+    )
+)
+"""The keys without effect on a model's weights and its function."""
+VOCABULARY_MULTIPLE: Final = 128
+"""Megatron pads a vocabulary to a multiple of this number (`--make-vocab-size-divisible-by`) times tp."""
+_USUAL_TP: Final = 8
+"""The tensor-parallel size that a vocabulary must allow, or it is padded: the GPUs of a node."""
 _LLAMA3: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The constants of rope type `llama3` in every published Llama; Megatron-core does not support other
 values."""
@@ -53,8 +90,11 @@ def read_model(tree: Mapping[str, object]) -> dict[str, object]:
     flat = {**foreign.defaults(present), **present}
     for setting, key in {**_WIDTHS, **foreign.widths}.items():
         value = flat.get(key)
+        limit = all_settings()[f"model.{setting}"].range
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             problems.append(_problem(key, value, "is missing" if value is None else "must be a whole number above 0"))
+        elif value not in limit:
+            problems.append(_problem(key, value, f"must be {limit.words(value)}"))
         else:
             settings[setting] = value
     for setting, key in _NUMBERS.items():
@@ -72,6 +112,36 @@ def read_model(tree: Mapping[str, object]) -> dict[str, object]:
     return {**settings, "gated": True, **foreign.fixed}
 
 
+def positions_of(tree: Mapping[str, object]) -> int:
+    """Returns the length of the longest sequence that a model was made for, in tokens."""
+    value = tree.get(_POSITIONS) or _family(tree.get("model_type")).foreign.defaults(tree)[_POSITIONS]
+    assert isinstance(value, int)
+    return value
+
+
+def known_keys(family: Family) -> frozenset[str]:
+    """Returns the keys of a `config.json` that are honoured, refused, or known to have no effect."""
+    honoured = {*_WIDTHS.values(), *_NUMBERS.values(), *family.foreign.widths.values(), *_ROPES, _TIED, _POSITIONS}
+    honoured |= {"num_local_experts"} if family.foreign.widths else set()
+    checked = {*_MUST_BE, *family.foreign.must_be, "model_type", "architectures", "layer_types"}
+    return frozenset(honoured | checked | _NO_EFFECT)
+
+
+def ignored_keys(tree: Mapping[str, object]) -> tuple[str, ...]:
+    """Returns the keys of a `config.json` that transformers' configuration class of the family does not know
+    either, and that have a value."""
+    known = known_keys(_family(tree.get("model_type")))
+    return tuple(key for key, value in tree.items() if key not in known and value not in (None, False))
+
+
+def padded_vocabulary(size: int, tp: int) -> int:
+    """Returns the vocabulary as Megatron pads it, unless tensor parallelism divides it already."""
+    if size % math.lcm(tp, _USUAL_TP) == 0:
+        return size
+    multiple = VOCABULARY_MULTIPLE * tp
+    return -(-size // multiple) * multiple
+
+
 def _family(model_type: object) -> Family:
     """Returns the model family with this `model_type`.
 
@@ -82,7 +152,8 @@ def _family(model_type: object) -> Family:
         if family.foreign.model_type == model_type:
             return family
     supported = " or ".join(family.foreign.model_type for family in FAMILIES)
-    raise ConfigError(_problem("model_type", model_type, f"is not {supported}"))
+    fix = f"any other decoder-only model can be planned, but not trained: {_SHAPES}"
+    raise ConfigError(Problem(key="model_type", value=model_type, reason=f"is not {supported}", fix=fix))
 
 
 def config_json(model: ModelConfig, *, dtype: str, max_positions: int) -> dict[str, object]:
@@ -117,7 +188,7 @@ def config_json(model: ModelConfig, *, dtype: str, max_positions: int) -> dict[s
 def _rope(tree: Mapping[str, object]) -> Mapping[str, object]:
     """Returns the settings of the rotary embedding: the first object among the keys `rope_parameters` and
     `rope_scaling`; empty if there is none."""
-    for key in ("rope_parameters", "rope_scaling"):
+    for key in _ROPES:
         if isinstance(rope := tree.get(key), Mapping):
             return rope
     return {}
@@ -126,9 +197,9 @@ def _rope(tree: Mapping[str, object]) -> Mapping[str, object]:
 def _unsupported_keys(tree: Mapping[str, object], family: Family) -> Iterator[Problem]:
     """Yields a problem for each key whose value canzona does not support in models of this family."""
     foreign, ours = family.foreign, f"canzona's {family.title}"
-    for key, values in foreign.must_be.items():
+    for key, values in {**_MUST_BE, **foreign.must_be}.items():
         if (value := tree.get(key)) not in values:
-            required = "null" if values[0] is None else str(values[0]).lower()
+            required = json.dumps(values[0])
             yield _problem(key, value, f"must be {required} in {ours}")
     architectures = tree.get("architectures")
     if architectures not in (None, [foreign.architecture]):
@@ -136,16 +207,24 @@ def _unsupported_keys(tree: Mapping[str, object], family: Family) -> Iterator[Pr
     layers = tree.get("layer_types")
     if layers is not None and (not isinstance(layers, list) or {*map(str, layers)} - {"full_attention"}):
         yield _problem("layer_types", layers, f"every layer of {ours} has full attention")
-    for key in ("rope_parameters", "rope_scaling"):
+    for key in _ROPES:
         if (rope := tree.get(key)) is not None and (reason := _wrong_rope(rope)):
             yield _problem(key, rope, reason)
+    ropes = [rope for key in _ROPES if isinstance(rope := tree.get(key), Mapping)]
+    if len({(str(_rope_type(rope)), str(rope.get("factor"))) for rope in ropes}) > 1:
+        yield _problem(_ROPES[1], tree[_ROPES[1]], f"differs from {_ROPES[0]}")
+    positions = tree.get(_POSITIONS)
+    if positions is not None and (isinstance(positions, bool) or not isinstance(positions, int) or positions <= 0):
+        yield _problem(_POSITIONS, positions, "must be a whole number above 0")
 
 
 def _wrong_rope(rope: object) -> str | None:
     """Returns the reason why a rotary embedding cannot be used; None if it can."""
     if not isinstance(rope, Mapping):
         return "is not an object"
-    if rope.get("partial_rotary_factor", 1) != 1:
+    if unknown := [str(key) for key in rope if key not in _ROPE_KEYS | _LLAMA3.keys()]:
+        return f"canzona's rotary embedding is the same in all layers and has no {', '.join(unknown)}"
+    if rope.get("partial_rotary_factor", 1) not in (1, None):
         return "canzona's rotary embedding rotates all dimensions of a head"
     match _rope_type(rope):
         case "default":
@@ -168,7 +247,8 @@ def _rope_type(rope: Mapping[str, object]) -> object:
 def _problem(key: str, value: object, reason: str) -> Problem:
     titles = " or ".join(family.title for family in FAMILIES)
     restriction = "without shared experts, biases, sliding windows or rope scaling other than llama3's"
-    return Problem(key=key, value=value, reason=reason, fix=f"only a {titles} {restriction} can be imported ({FILE})")
+    fix = f"only a {titles} {restriction} can be imported ({FILE}); plan others with: {_SHAPES}"
+    return Problem(key=key, value=value, reason=reason, fix=fix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,14 +84,18 @@ def import_weights(
     parts: dict[Path, dict[str, Buffer]] = defaultdict(dict)
     for unit, name in tensor_names(config.model).items():
         stored = source.tensors[name]
-        read_masters = partial(_read_masters, stored, name, on_bytes)
-        parts[stored.file][f"{unit}/{MASTER}"] = Buffer(dtype="F32", shape=stored.shape, data=read_masters)
+        shape = unit_shape(unit, config.model)
+        read_masters = partial(_read_masters, stored, name, shape[0], on_bytes)
+        parts[stored.file][f"{unit}/{MASTER}"] = Buffer(dtype="F32", shape=shape, data=read_masters)
     shards = [Shard(tensors=tensors, scalars={}) for tensors in parts.values()]
     return write_checkpoint(files, shards, config, Progress(step=0, samples=0, tokens=0), optimizer=NO_OPTIMIZER)
 
 
-def _read_masters(stored: FolderTensor, name: str, on_bytes: Callable[[int], None]) -> Iterator[memoryview]:
-    """Yields the bytes of a tensor, converted to fp32, a range of rows at a time.
+def _read_masters(
+    stored: FolderTensor, name: str, padded_rows: int, on_bytes: Callable[[int], None]
+) -> Iterator[memoryview]:
+    """Yields the bytes of a tensor, converted to fp32, a range of rows at a time. Rows of a padded vocabulary are
+    copies of the last one, which no token's id asks for.
 
     Raises:
         ConfigError: the tensor cannot be read, or is not finite.
@@ -105,6 +109,8 @@ def _read_masters(stored: FolderTensor, name: str, on_bytes: Callable[[int], Non
             raise ConfigError(Problem(key=name, value=stored.file, reason=reason, fix="download it again"))
         on_bytes(data.nbytes)
         yield raw_bytes(data)
+        if rows.stop == stored.shape[0] < padded_rows:
+            yield raw_bytes(data[-1:].repeat(padded_rows - rows.stop, 1))
         del data  # so that the next rows are read into freed memory
 
 

@@ -14,7 +14,7 @@ from canzona_cli.checkpoint.contents import as_checkpoint_errors, saved_data, sa
 from canzona_cli.checkpoint.manifest import BEGINNING, NO_OPTIMIZER, Progress, step_name, step_of
 from canzona_cli.checkpoint.store import CheckpointStore, resolve
 from canzona_cli.config.changes import changes, shape_problems
-from canzona_cli.config.reading import Unreadable, read_plain
+from canzona_cli.config.reading import Unreadable, expanded, read_plain
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.settings import problem_with
 from canzona_cli.errors import ConfigError, Problem, refuse
@@ -119,12 +119,12 @@ def _from_weights(config: RunConfig) -> Resumption:
     """Returns a resumption from only the weights in `checkpoint.weights_from`, which is another run's
     checkpoint or a Hugging Face folder."""
     key = "checkpoint.weights_from"
-    path = Path(str(config.checkpoint.weights_from)).expanduser().absolute()
+    path = expanded(str(config.checkpoint.weights_from)).absolute()
     if is_hugging_face(path):
         pretrained = open_folder(path, key=key)
         pretrained.check(config.model)
         tokenizer = pretrained.tokenizer
-        chosen = Path(config.data.tokenizer).expanduser().resolve()
+        chosen = expanded(config.data.tokenizer).resolve()
         same = tokenizer is None or chosen in (tokenizer.resolve(), tokenizer.parent.resolve())
         return _first_step(config, path, created=path.stat().st_mtime, tokenizer="" if same else str(tokenizer))
     checkpoint = resolve(path, str(path), key=key)

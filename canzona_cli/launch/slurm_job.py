@@ -194,8 +194,9 @@ def render(config: RunConfig, options: JobOptions, arguments: Sequence[str] | Pa
         arguments: the arguments of `canzona train`, or the file that contains them (`write_arguments`).
 
     Raises:
-        ConfigError: the recipe's name is not a valid job name.
+        ConfigError: the recipe's name is not a valid job name, or `cluster.setup` leaves something open.
     """
+    refuse(_setup_problems(config.cluster.setup))
     name = options.job_name or config.name
     if options.job_name is None:
         check_options(JobOptions(job_name=name))
@@ -261,6 +262,33 @@ def _setup_lines(lines: Sequence[str]) -> str:
     if not lines:
         return _EXAMPLE
     return "\n".join([f"trap '{_FAILED}' ERR", *lines, "trap - ERR"])
+
+
+def _setup_problems(lines: Sequence[str]) -> Iterator[Problem]:
+    """Yields a problem if lines leave a quote, a block or a here-document open, which would swallow the rest of the
+    script: the job would train nothing and succeed. bash reads the lines (`-n`) and executes nothing.
+
+    extglob is on, because lines may switch it on. A here-document that is not closed is only a warning of bash.
+    """
+    bash, block = shutil.which("bash"), "\n".join(lines)
+    if not lines or bash is None:
+        return
+    checked = subprocess.run(
+        [bash, "--norc", "--noprofile", "-O", "extglob", "-n"],
+        input=block + "\n",
+        env={"PATH": os.defpath, "LC_ALL": "C"},  # without BASH_ENV, which bash would execute
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    said = [line.partition(": ")[2] for line in checked.stderr.splitlines()]
+    if re.search(r"(?<!\\)(\\\\)*\\$", block):
+        said.append("the last line continues in the next")
+    if checked.returncode != 0 or said:
+        reason = f"is not complete: {said[0] if said else f'bash -n fails with {checked.returncode}'}"
+        fix = "close each quote, bracket, block and here-document within cluster.setup"
+        yield Problem("cluster.setup", reason, fix, value=block.splitlines()[-1])
 
 
 def _quoted(words: Sequence[str]) -> str:

@@ -181,6 +181,12 @@ class Foreign:
     """The keys in `config.json` that only this family uses, by the integer setting that each represents."""
 
 
+def head_width(tree: Mapping[str, object]) -> dict[str, object]:
+    """Returns the default of `head_dim`, if the keys that determine it are numbers."""
+    heads, hidden = tree.get("num_attention_heads"), tree.get("hidden_size")
+    return {"head_dim": hidden // heads} if isinstance(heads, int) and isinstance(hidden, int) and heads > 0 else {}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """A description of a family of models: weights, costs, and names in Megatron and Hugging Face."""

@@ -8,20 +8,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from canzona_cli.model.dense import LAYER_NAMES, QK_NORMS
-from canzona_cli.model.family import Foreign
-from canzona_cli.model.qwen3 import QWEN3
+from canzona_cli.model.family import Foreign, head_width
+from canzona_cli.model.qwen3 import DEFAULTS, QWEN3
 
 
 def _defaults(tree: Mapping[str, object]) -> Mapping[str, object]:
     """Returns the defaults of `LlamaConfig`; most published files omit the width of a head."""
-    heads, hidden = tree.get("num_attention_heads"), tree.get("hidden_size")
-    width = {"head_dim": hidden // heads} if isinstance(heads, int) and isinstance(hidden, int) and heads > 0 else {}
-    return width | {
-        "num_key_value_heads": heads,
-        "rope_theta": 10_000.0,
-        "rms_norm_eps": 1e-6,
-        "initializer_range": 0.02,
-    }
+    heads = tree.get("num_attention_heads")
+    return head_width(tree) | {**DEFAULTS, "num_key_value_heads": heads, "max_position_embeddings": 2_048}
 
 
 LLAMA = replace(
@@ -39,7 +33,8 @@ LLAMA = replace(
             "attention_bias": (False, None),
             "attention_dropout": (0, None),
             "mlp_bias": (False, None),
-            "quantization_config": (None,),
+            **dict.fromkeys(("num_experts", "num_local_experts"), (0, None)),
+            **dict.fromkeys(("use_qk_norm", "qk_norm", "qk_layernorm"), (False, None)),
         },
         fixed={"qk_norm": False},
         written={"mlp_bias": False},

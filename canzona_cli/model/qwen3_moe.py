@@ -13,8 +13,8 @@ from functools import lru_cache
 
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.model.dense import LAYER_NAMES
-from canzona_cli.model.family import Activations, Family, Foreign, Norm, Router, Weight, Work
-from canzona_cli.model.qwen3 import QWEN3
+from canzona_cli.model.family import Activations, Family, Foreign, Norm, Router, Weight, Work, head_width
+from canzona_cli.model.qwen3 import DEFAULTS, QWEN3
 
 
 @lru_cache(maxsize=64)
@@ -102,7 +102,8 @@ QWEN3_MOE = Family(
         config="Qwen3MoeConfig",
         # Version 5 of transformers calls the number of experts num_local_experts.
         defaults=lambda tree: {
-            **QWEN3.foreign.defaults(tree),
+            **DEFAULTS,
+            **head_width(tree),  # unlike in the dense family
             "num_experts": tree.get("num_local_experts"),
         },
         written={
@@ -117,7 +118,7 @@ QWEN3_MOE = Family(
             "experts_per_token": "num_experts_per_tok",
         },
         must_be={
-            **{key: values for key, values in QWEN3.foreign.must_be.items() if key != "num_experts"},
+            **{key: values for key, values in QWEN3.foreign.must_be.items() if not key.endswith("_experts")},
             "model_type": ("qwen3_moe",),
             "norm_topk_prob": (True,),
             "decoder_sparse_step": (1, None),

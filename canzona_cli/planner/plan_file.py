@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
-from canzona_cli.config.reading import Unreadable, parse_json, read_plain
+from canzona_cli.config.reading import Unreadable, expanded, parse_json, read_plain
 from canzona_cli.config.schema import Execution, Layout, RunConfig
 from canzona_cli.costs.sharing import shared_costs
 from canzona_cli.costs.update import update_costs
@@ -198,7 +198,7 @@ def obtain_plan(config: RunConfig, layout: Layout, folder: Path = FOLDER) -> Obt
     if config.execution is not Execution.PLANNED:
         return None
     if config.engine.plan is not None:
-        path = Path(config.engine.plan).expanduser()
+        path = expanded(config.engine.plan)
         try:
             return ObtainedPlan(plan=load_plan(path, config, layout), path=path)
         except ConfigError as error:

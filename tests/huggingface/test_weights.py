@@ -17,7 +17,9 @@ from canzona_cli.checkpoint.contents import saved_run
 from canzona_cli.checkpoint.reader import Reader
 from canzona_cli.config.compose import compose_run
 from canzona_cli.huggingface.folder import ExtraFiles, byte_tokenizer
+from canzona_cli.huggingface.foreign import tensor_names
 from canzona_cli.huggingface.weights import export_weights
+from canzona_cli.model.geometry import unit_shape
 from tests.commands.support import canzona
 from tests.dist.ranks import run_ranks
 from tests.faults.disks import small_disk
@@ -92,6 +94,27 @@ def test_what_came_in_goes_out_bit_by_bit(tmp_path: Path, dtype: str, tied: bool
 
 
 @pytest.mark.sweep
+def test_the_rows_of_a_padded_vocabulary_are_copies_of_the_last(tmp_path: Path) -> None:
+    """Megatron's own converter fills them alike; with a vocabulary of its own size a folder fits as well."""
+    shape = replace(SHAPE, vocab_size=1001, tied_embeddings=False)
+    wanted = random_folder(tmp_path / "in", shape)
+    found = stored_masters(imported(tmp_path / "in", tmp_path / "run"))
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert found[name].shape == (1024, 32)
+        assert torch.equal(found[name][:1001], wanted[name])
+        assert torch.equal(found[name][1001:], wanted[name][-1:].expand(23, -1))
+
+
+def stored_masters(checkpoint: Path) -> Weights:
+    """Returns the weights of a checkpoint by their Hugging Face names."""
+    manifest, config = saved_run(checkpoint)
+    with Reader(checkpoint, manifest, config.model) as reader:
+        return {
+            name: reader.master(unit, range(unit_shape(unit, config.model)[0])).clone()
+            for unit, name in tensor_names(config.model).items()
+        }
+
+
 def test_memory_does_not_grow_with_the_largest_tensor(tmp_path: Path) -> None:
     """The process has done the same with a small model before, so that nothing is left to import."""
     large = replace(SHAPE, vocab_size=1 << 19)

@@ -253,6 +253,48 @@ def test_set_up_lines_srun_options_and_a_container_are_in_the_script() -> None:
     assert directives(script) == directives(render(two_nodes(), JobOptions(), []))
 
 
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["if true; then"],
+        ["export A='b"],
+        ["module load cuda", "cat <<END"],
+        ["cat <<-END > x\nEND of the story"],
+        ["setup() {"],
+        ["(cd /"],
+        ["A=$(date"],
+        ["fi"],
+        ["while read -r x; do"],
+        ["module load cuda \\"],
+        ["for x in a b; do echo $x; done", "case $x in a)"],
+    ],
+)
+def test_set_up_lines_that_leave_something_open_are_refused(lines: list[str]) -> None:
+    """The rest of the script would be a part of what they opened."""
+    (problem,) = refused(render, two_nodes(setup=tuple(lines)), JobOptions(), [])
+    assert (problem.key, problem.value) == ("cluster.setup", lines[-1].splitlines()[-1])
+
+
+def test_set_up_lines_are_checked_and_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is the file that bash runs first in every script."""
+    startup = tmp_path / "startup"
+    startup.write_text(f"touch {tmp_path / 'made'}")
+    monkeypatch.setenv("BASH_ENV", str(startup))
+    lines = (
+        "shopt -s extglob",
+        f"touch {tmp_path / 'made'}; ls !(x)",
+        "cat <<END",
+        "x",
+        "END",
+        "if true",
+        "then :",
+        "fi",
+    )
+    script = render(two_nodes(setup=lines), JobOptions(), [])
+    assert "\n".join(lines) in script
+    assert not (tmp_path / "made").exists()
+
+
 def test_examples_of_the_manual_are_yaml_and_their_settings_exist() -> None:
     manual = (Path(slurm.__file__).parent / "README.md").read_text(encoding="utf-8")
     recipe, job, task = (yaml.safe_load(text.partition("```")[0]) for text in manual.split("```yaml\n")[1:])

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
+from canzona_cli.config.reading import expanded
 from canzona_cli.fields import (
     CURVE,
     LAYOUT,
@@ -277,4 +278,4 @@ class DataConfig:
     @property
     def cache_root(self) -> Path:
         """The folder of the cache. canzona can create all files in it again."""
-        return Path(self.cache_dir or os.environ.get("CANZONA_CACHE") or "~/.cache/canzona").expanduser().absolute()
+        return expanded(self.cache_dir or os.environ.get("CANZONA_CACHE") or "~/.cache/canzona").absolute()
