@@ -61,11 +61,14 @@ def warn_about(composed: "Composed", *notes: str, training: bool = True, printed
     warn((*composed.warnings, *from_profile, *notes), printed)
 
 
-def check_inputs(config: "RunConfig", layout: "Layout") -> "PreparedCorpus | None":
+def check_inputs(config: "RunConfig", layout: "Layout", *, samples: int | None = None) -> "PreparedCorpus | None":
     """Checks a run's data before training and prints warnings about it. Returns the corpus; None for the
     standard library's sources, of which only the file of a tokenizer that is not built in is checked.
 
     For a custom optimizer, also prints a note that its code is not tested here.
+
+    Args:
+        samples: the number of samples of a resumed run; None for a run that starts at its first step.
 
     Raises:
         ConfigError: see `canzona_cli.data.corpus.check_data`.
@@ -78,7 +81,7 @@ def check_inputs(config: "RunConfig", layout: "Layout") -> "PreparedCorpus | Non
         from canzona_cli.data.corpus import check_data  # imports numpy
 
         corpus = check_data(config, announce)
-    warn(data_warnings(config, layout, corpus))
+    warn(data_warnings(config, layout, corpus, samples=samples))
     if isinstance(config.optimizer, CustomConfig) and not config.optimizer.built_in:
         source = config.optimizer.source
         progress(f"note: {source} is not tested here; a run tests it before training")

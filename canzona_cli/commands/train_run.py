@@ -4,7 +4,7 @@ This module is separate from the command's options, so that help and completion 
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,7 @@ from canzona_cli.config.reading import expanded
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.costs.sharing import mode_warnings
 from canzona_cli.data.corpus import ensure_corpus
-from canzona_cli.errors import ExitCode
+from canzona_cli.errors import CanzonaError, ExitCode
 from canzona_cli.huggingface.folder import compose_from_folder, is_hugging_face, open_folder
 from canzona_cli.launch import preflight, torchrun
 from canzona_cli.launch.card import card_of
@@ -153,9 +153,13 @@ class _Job:
 def _show_dry_run(job: _Job, *, as_json: bool, show_config: bool) -> None:
     """Checks a run as far as this machine can, and prints it; starts nothing, and writes only caches."""
     config, layout = job.config, job.layout
-    corpus = check_inputs(config, layout)
+    samples = None
+    with suppress(CanzonaError):  # reported below, after everything else has been shown
+        resumption = choose_resumption(config, layout)
+        samples = None if resumption is None else resumption.samples_needed(config, layout)
+    corpus = check_inputs(config, layout, samples=samples)
     run_dir = Path(config.run.dir or f"{config.run.root}/{config.name}-{RUN_DIR_TIME}").absolute()
-    _show_start(job, corpus, run_dir, as_json=as_json, show_config=show_config)
+    _show_start(job, corpus, run_dir, as_json=as_json, show_config=show_config, samples=samples)
     if preflight.needs_gpu_machine(config):
         progress("note: no GPU is visible here, so this machine is not checked; run canzona doctor where you train")
     else:
@@ -194,8 +198,13 @@ def _prepare_only(job: _Job, *, as_json: bool, show_config: bool) -> None:
     _print_resumption(run, checkpoint)
     warn([] if checkpoint is None else data_changes(checkpoint, config, layout, corpus))
     job.write_inputs(run, corpus)
-    warn(data_warnings(config, layout, corpus))
-    _show_start(job, corpus, run.path, as_json=as_json, show_config=show_config, prepared=True)
+    warn(data_warnings(config, layout, corpus, samples=_samples(run)))
+    _show_start(job, corpus, run.path, as_json=as_json, show_config=show_config, prepared=True, samples=_samples(run))
+
+
+def _samples(run: RunDirectory) -> int | None:
+    """Returns the number of samples of a resumed run; None for a run that starts at its first step."""
+    return None if run.earlier is None else run.earlier.samples
 
 
 def _show_start(
@@ -206,6 +215,7 @@ def _show_start(
     as_json: bool,
     show_config: bool,
     prepared: bool = False,
+    samples: int | None = None,
 ) -> None:
     """Shows the resolved run and the command that starts it."""
     config = replace(job.config, run=replace(job.config.run, dir=str(run_dir))) if prepared else job.config
@@ -222,6 +232,7 @@ def _show_start(
         command=torchrun.build(config, run_dir),
         card=card_of(config),
         prepared=prepared,
+        samples=samples,
     )
     show(description.as_json() if as_json else description)
 
@@ -264,7 +275,7 @@ def _launch(
         if node_rank == 0:
             job.write_inputs(run, corpus)
             machines.gather(config.cluster.rdzv_endpoint or "", say=tell)
-            warn(() if restarts.done else data_warnings(config, layout, corpus), job.printed)
+            warn(() if restarts.done else data_warnings(config, layout, corpus, samples=_samples(run)), job.printed)
         view.header(run_dir=run.path, corpus=corpus, plan=job.plan, earlier=run.earlier)
         requests.raising = False
         # On a terminal, the view's console prints above the live frame. On a pipe its output may be

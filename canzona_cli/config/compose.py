@@ -18,7 +18,7 @@ from canzona_cli.config.recipes import (
     user_recipes_dirs,
 )
 from canzona_cli.config.removed import bring_up_to_date
-from canzona_cli.config.replaced import choose_again, drop_replaced, overruling_settings, rate_warnings, with_rates
+from canzona_cli.config.replaced import choose_again, drop_replaced, overruling_settings, with_rates
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.secrets import consent_problems, content_problems
 from canzona_cli.config.settings import tree_of
@@ -113,8 +113,7 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
     recipes = [file for file in files if file.parent.name == "recipe" or file == recipe_file]
     set_keys = {*parsed.values, *overruling_settings(recipes, parsed)}
     drop_replaced(tree, parsed, set_keys, problems)
-    is_resolved = is_of_run(recipe_file) or (saved is not None and recipe_file == saved.resolve())
-    if is_resolved:
+    if is_of_run(recipe_file) or (saved is not None and recipe_file == saved.resolve()):
         choose_again(tree, base, parsed)
     typed_files = [path for group, path in chosen.items() if is_file_name(parsed.groups[group])]
     where = " with ".join(map(display_path, dict.fromkeys([recipe_file, *typed_files])))
@@ -141,12 +140,7 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
     return Composed(
         config=config,
         explicit=explicit,
-        warnings=(
-            *parsed.warnings,
-            *shadowing,
-            *(rate_warnings(base, parsed) if is_resolved else ()),
-            *config_warnings(config, explicit, training=training),
-        ),
+        warnings=(*parsed.warnings, *shadowing, *config_warnings(config, explicit, training=training)),
         recipe_file=recipe_file,
         files=tuple(files),
     )

@@ -128,17 +128,6 @@ def _choose_batch(tree: Mapping[str, object], stored: Mapping[str, object], pars
                 train[name] = None
 
 
-def rate_warnings(stored: Mapping[str, object], parsed: Overrides) -> Iterator[str]:
-    """Yields a warning if the command line changes the optimizer of a run's `config.yaml` but not the
-    learning rate, which was resolved for the stored optimizer."""
-    before, chosen = stored.get("optimizer"), parsed.groups.get("optimizer")
-    if chosen is None or "optimizer.lr" in parsed.values or not isinstance(before, Mapping):
-        return
-    if chosen != before.get("name"):
-        rate = f"optimizer.lr={before.get('lr')}"
-        yield f"{rate} was chosen for {before.get('name')}, the optimizer of that run: set optimizer.lr for {chosen}"
-
-
 def _choose_schedule(tree: dict[str, object], stored: Mapping[str, object]) -> None:
     """Sets the schedule's numbers of steps to null if they have the values that replaced nulls when the run
     started."""

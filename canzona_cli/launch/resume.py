@@ -21,7 +21,7 @@ from canzona_cli.errors import ConfigError, Problem, refuse
 from canzona_cli.huggingface.folder import is_hugging_face, open_folder
 from canzona_cli.model.families import family_problems
 from canzona_cli.run.codec import load_if_valid, read_lines
-from canzona_cli.run.corpus import DataPlan
+from canzona_cli.run.corpus import DataPlan, samples_needed
 from canzona_cli.run.files import RunFiles, json_object, write_text_atomic
 from canzona_cli.run.records import ResumePoint, RunResult, ValidationLoss, read_layout
 from canzona_cli.run.words import layout_words
@@ -72,6 +72,11 @@ class Resumption:
     @property
     def step(self) -> int:
         return self.progress.step
+
+    def samples_needed(self, config: RunConfig, layout: Layout) -> int:
+        """Returns the number of samples that the run reads in all its steps."""
+        done = self.progress
+        return samples_needed(config.train.steps, layout.global_batch_size, step=done.step, samples=done.samples)
 
 
 def holds_run(files: RunFiles) -> bool:

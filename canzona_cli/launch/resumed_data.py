@@ -87,7 +87,7 @@ def data_changes(resumption: Resumption, config: RunConfig, layout: Layout, corp
         resumption.data or DataPlan(corpus=corpus, samples=0),
         samples=samples_needed(before.train.steps, resumption.batch_before, step=step, samples=done),
     )
-    needed = samples_needed(config.train.steps, layout.global_batch_size, step=step, samples=done)
+    needed = resumption.samples_needed(config, layout)
     plan = continue_plan(saved, corpus, samples=needed, done=done, count=about_by_share)
     return [
         *_text_warnings(resumption, saved, corpus),

@@ -132,6 +132,7 @@ class RunDirectory:
             self.earlier = EarlierSteps(
                 step=checkpoint.step,
                 origin=checkpoint.origin,
+                samples=checkpoint.samples_needed(config, layout),
                 metrics=read_lines(self.files.metrics, StepMetrics)[0],
                 validations=read_lines(self.files.validation, ValidationLoss)[0],
             )

@@ -28,6 +28,8 @@ class EarlierSteps:
     """The step of the checkpoint that the run resumes from."""
     origin: str
     """The checkpoint as shown to the user: its name, or the path of another run's checkpoint."""
+    samples: int | None = None
+    """The number of samples of the whole run; None if all its steps have the same batch."""
     metrics: Sequence[StepMetrics] = ()
     """The metrics of the logged steps up to `step`."""
     validations: Sequence[ValidationLoss] = ()

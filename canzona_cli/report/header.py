@@ -165,16 +165,20 @@ def header_rows(
     corpus: PreparedCorpus | None = None,
     plan: ObtainedPlan | None = None,
     earlier: "EarlierSteps | None" = None,
+    samples: int | None = None,
     routed: bool = True,
 ) -> list[tuple[str, str]]:
     """Returns the description of a run as (label, value) rows. If `run_dir`, `plan` or `earlier` is None, its
     row is omitted.
 
     Args:
+        samples: the number of samples of the whole run, if its earlier steps had another batch; `earlier` has it
+            too.
         routed: True to list which parameters are updated as matrices, and which by AdamW.
     """
     from canzona_cli.model.families import parameter_count
 
+    samples = earlier.samples if earlier is not None else samples
     parameters = parameter_count(config.model).total
     model = "" if config.model.name == config.name else f"{config.model.name}, "
     return [
@@ -185,7 +189,7 @@ def header_rows(
         *([("plan", describe_plan(plan, config))] if plan is not None else []),
         ("batch", describe_batch(layout, config.train.seq_length)),
         ("data", describe_data(config, corpus)),
-        *([] if (tokens := supply(config, layout, corpus)) is None else [("epochs", tokens.words)]),
+        *([] if (tokens := supply(config, layout, corpus, samples=samples)) is None else [("epochs", tokens.words)]),
         *([("run", str(run_dir))] if run_dir is not None else []),
         *([("resumes", f"from step {earlier.step:,} ({earlier.origin})")] if earlier is not None else []),
     ]

@@ -103,6 +103,8 @@ class DryRun(Page):
     """The recorded results of the run's recipe; None if there are none for these settings."""
     prepared: bool = False
     """True for `--prepare-only`, which writes the run directory but does not run the command."""
+    samples: int | None = None
+    """The number of samples of a resumed run; None for a run that starts at its first step."""
 
     def as_json(self) -> dict[str, object]:
         """Returns the JSON of `canzona train --dry-run`. New keys do not change `version`."""
@@ -126,7 +128,7 @@ class DryRun(Page):
 
     def _sets(self) -> list[dict[str, object]]:
         """Returns the data sets that the run reads, with their epochs; empty if they are not prepared yet."""
-        tokens, corpus = supply(self.config, self.layout, self.corpus), self.corpus
+        tokens, corpus = supply(self.config, self.layout, self.corpus, samples=self.samples), self.corpus
         if tokens is None or corpus is None:
             return []
         epochs = {name: part.epochs for name, part in tokens.sets.items()}
@@ -138,7 +140,9 @@ class DryRun(Page):
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         routed = self.config_yaml is not None
         rows = [
-            *header_rows(self.config, self.layout, corpus=self.corpus, plan=self.plan, routed=routed),
+            *header_rows(
+                self.config, self.layout, corpus=self.corpus, plan=self.plan, samples=self.samples, routed=routed
+            ),
             ("memory", self._memory()),
             *outlook_rows(self.config, self.outlook),
             *fast_path_rows(self.fast_paths, (self.predicted.iteration_s, self.predicted.optimizer_s)),

@@ -161,21 +161,31 @@ class Supply:
         return f"{self.epochs_text} ({count(self.needed)} tokens needed, {about}{count(self.available)} available)"
 
 
-def tokens_needed(config: RunConfig, layout: Layout, *, steps: int | None = None) -> int:
-    """Returns the number of tokens that a run reads in all its steps, or in its first `steps`."""
-    return (config.train.steps if steps is None else steps) * layout.global_batch_size * config.train.seq_length
+def tokens_needed(config: RunConfig, layout: Layout, *, samples: int | None = None) -> int:
+    """Returns the number of tokens that a run reads in all its steps.
+
+    Args:
+        samples: the number of samples of a resumed run, whose earlier steps may have had another batch; None
+            for a run that starts at its first step.
+    """
+    if samples is None:
+        samples = samples_needed(config.train.steps, layout.global_batch_size)
+    return samples * config.train.seq_length
 
 
-def supply(config: RunConfig, layout: Layout, corpus: PreparedCorpus | None = None) -> Supply | None:
+def supply(
+    config: RunConfig, layout: Layout, corpus: PreparedCorpus | None = None, *, samples: int | None = None
+) -> Supply | None:
     """Compares the number of tokens that a run reads with the number that is available.
 
     Args:
         corpus: the corpus of the run. With None, the built-in corpus is estimated without reading any data.
+        samples: see `tokens_needed`.
 
     Returns:
         The comparison; None if the run reads a user's corpus and `corpus` is None.
     """
-    needed = tokens_needed(config, layout)
+    needed = tokens_needed(config, layout, samples=samples)
     if corpus is not None:
         sets = {}
         for part in corpus.sets:
@@ -187,9 +197,15 @@ def supply(config: RunConfig, layout: Layout, corpus: PreparedCorpus | None = No
     return None
 
 
-def data_warnings(config: RunConfig, layout: Layout, corpus: PreparedCorpus | None) -> Iterator[str]:
-    """Yields warnings about data that is read too often, and about an embedding with mostly unused rows."""
-    tokens = supply(config, layout, corpus)
+def data_warnings(
+    config: RunConfig, layout: Layout, corpus: PreparedCorpus | None, *, samples: int | None = None
+) -> Iterator[str]:
+    """Yields warnings about data that is read too often, and about an embedding with mostly unused rows.
+
+    Args:
+        samples: see `tokens_needed`.
+    """
+    tokens = supply(config, layout, corpus, samples=samples)
     if tokens is not None and tokens.too_often:
         yield _too_often_warning(config, tokens)
     ids = _token_ids(config, corpus)

@@ -206,7 +206,11 @@ def test_any_checkpoint_is_evaluated_on_all_of_other_data_in_another_layout(trai
         (("--step", "5"), 2, "--step = 5"),
         (("--batches", "some"), 2, "--batches = some"),
         (("model.hidden_size=128",), 2, "model.hidden_size = 128"),
-        (("train.eval_interval=0", "data.validation_fraction=0"), 2, "data.validation_fraction = 0"),
+        (
+            ("--documents", "held-out", "train.eval_interval=0", "data.validation_fraction=0"),
+            2,
+            "data.validation_fraction = 0",
+        ),
         (("data.tokenizer=bpe", "model.vocab_size=384", "data.tokenizer_vocab_size=300"), 2, "data.tokenizer = bpe"),
         (("gpus=64", "cluster.gpus_per_node=8", "train.global_batch_size=64"), 2, "gpus = 64"),
         (("gpus=3",), 2, "train.global_batch_size = 2"),

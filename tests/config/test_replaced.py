@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.cluster.fit import resolve
-from canzona_cli.config.compose import compose_run, dump_resolved
+from canzona_cli.config.compose import compose_run, dump_resolved, load_resolved
 from canzona_cli.config.replaced import CHOSEN
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import ConfigError
@@ -67,6 +67,42 @@ def test_a_longer_run_decays_to_its_own_end(tmp_path: Path) -> None:
     assert again(tmp_path / "run", "train.steps=100").schedule.decay_steps == 100
     written(tmp_path / "typed", "train.steps=50", "schedule.decay_steps=40")
     assert again(tmp_path / "typed", "train.steps=100").schedule.decay_steps == 40
+
+
+def test_a_new_run_with_the_settings_of_another_derives_anew_what_that_one_had_derived(tmp_path: Path) -> None:
+    """Its `config.yaml` has resolved values, beside the layout that they were chosen for. A recipe of one's own that
+    happens to have that name keeps its values."""
+    folder = tmp_path / "run"
+    written(folder, "gpus=2", "parallel.tp=2", "train.steps=50")
+    recipe = f"recipe={folder / 'config.yaml'}"
+    assert compose_run([recipe, "train.steps=100"]).config.schedule.decay_steps == 50
+    (folder / "layout.json").touch()
+    fresh = resolve(compose_run(["recipe=qwen3-tiny", "gpus=2", "train.steps=100"]).config)[0]
+    longer = resolve(compose_run([recipe, "train.steps=100", "gpus=2"]).config)[0]
+    assert longer.schedule.complete(100) == fresh.schedule.complete(100)
+    assert longer.parallel == fresh.parallel
+    assert compose_run([recipe, "train.steps=100", "schedule.decay_steps=80"]).config.schedule.decay_steps == 80
+    assert compose_run([recipe]).config.parallel.tp == 2
+
+
+def test_a_batch_that_follows_from_its_tokens_follows_the_sequence_length(tmp_path: Path) -> None:
+    """4,096 tokens are 16 sequences of 256; a batch that was typed stays."""
+    assert written(tmp_path / "run", "gpus=1").train.global_batch_size == 16
+    assert again(tmp_path / "run", "train.seq_length=128").train.global_batch_size == 32
+    assert again(tmp_path / "run", "train.seq_length=128", "train.global_batch_size=8").train.global_batch_size == 8
+    written(tmp_path / "typed", "gpus=1", "train.global_batch_size=8")
+    assert again(tmp_path / "typed", "train.seq_length=128").train.global_batch_size == 8
+
+
+def test_an_older_run_validates_on_as_many_sequences_as_before(tmp_path: Path) -> None:
+    written(tmp_path / "run", "gpus=1")
+    file = tmp_path / "run" / "config.yaml"
+    file.write_text(file.read_text().replace("eval_sequences: 64", "eval_batches: 3"))
+    assert load_resolved(file).train.eval_sequences == 3 * 16
+    with pytest.raises(ConfigError) as refused:
+        compose_run(["recipe=qwen3-tiny", "train.eval_batches=3"])
+    (problem,) = refused.value.problems
+    assert problem.fix == "use train.eval_sequences: the number of sequences, whatever the batch"
 
 
 def test_without_a_run_there_a_recipe_is_needed_and_a_recipe_that_is_named_counts(tmp_path: Path) -> None:

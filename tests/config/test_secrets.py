@@ -38,7 +38,16 @@ def test_names_of_secrets(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("tokenizer", "batch_tokens", "tokenizer_vocab_size", "num_key_value_heads", "monkey", "keyboard", "key_dim"),
+        *(
+            "experts_per_token",
+            "tokenizer",
+            "batch_tokens",
+            "tokenizer_vocab_size",
+            "num_key_value_heads",
+            "monkey",
+            "keyboard",
+            "key_dim",
+        ),
         *(
             "TOKENIZERS_PARALLELISM",
             "SSH_KEY_PATH",

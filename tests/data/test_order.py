@@ -23,7 +23,7 @@ LENGTH, SEED = 32, 1234
 
 
 class Ids:
-    """What `GPTDataset` asks of a tokenizer."""
+    """The attributes of a tokenizer that `GPTDataset` reads."""
 
     vocab_size, eod, pad = 257, 256, -1
     unique_identifiers = {"class": "test"}  # noqa: RUF012

@@ -9,7 +9,7 @@ from canzona_cli.megatron.model import Model, build_model
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer
 from canzona_cli.training.assemble import assemble
-from canzona_cli.training.data import BatchStream, CountingStream
+from canzona_cli.training.data import Batch, BatchStream, CountingStream
 from canzona_cli.training.step import validate
 from tests.dist import whole
 from tests.dist.jobs import Runs, on_ranks, planned
@@ -24,6 +24,19 @@ LAYOUTS = {
     "pp2 vpp2": ("gpus=2", "parallel.pp=2", "parallel.vpp=2"),
 }
 BATCHES = 2
+
+
+class Part(torch.utils.data.Dataset[Batch]):
+    """The samples from the `first` one on, and samples without loss, as Megatron's data sets have them."""
+
+    def __init__(self, samples: RandomTokens, first: int) -> None:
+        self._samples, self._first = samples, first
+
+    def __getitem__(self, index: int | None) -> Batch:
+        if index is not None:
+            return self._samples[index + self._first]
+        sample = self._samples[0]
+        return {**sample, "loss_mask": torch.zeros_like(sample["loss_mask"])}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +55,7 @@ def test_weights_are_those_that_were_trained_and_every_token_counts_once(where: 
     samples = RandomTokens(samples=BATCHES * size, seq_length=length, vocab_size=vocabulary)
     lengths = (np.arange(vocabulary) % 7).astype(np.float64)
 
-    def work(_: int, world: World) -> tuple[whole.Part, float, float, tuple[float, float]]:
+    def work(_: int, world: World) -> tuple[whole.Part, float, float, tuple[float, float], list[float]]:
         folder = saved.checkpoint
         manifest = verify_together(world, folder)
         model = Model(config=config, world=world, chunks=build_model(config, world), timer=PhaseTimer(world.device))
@@ -52,7 +65,14 @@ def test_weights_are_those_that_were_trained_and_every_token_counts_once(where: 
         trainee = assemble(config, world, plan)
         restore(trainee, folder, manifest)
         trained = validate(trainee, BatchStream(samples, world), samples=BATCHES * size)
-        return whole.part_of(model.chunks, world), loss, trained, batches.totals()
+        few = BATCHES * size - 3
+        parts = []
+        for first, last in ((0, few), (few, BATCHES * size)):
+            part = Part(samples, first)
+            counting = CountingStream(BatchStream(part, world, count=last - first), world, None)
+            parts.append(validate(model, counting, samples=last - first))
+            assert counting.totals()[0] == (last - first) * length
+        return whole.part_of(model.chunks, world), loss, trained, batches.totals(), parts
 
     (ranks,) = on_ranks({0: (config, layout)}, work).values()
     weights = whole.assemble([part for part, *_ in ranks], config.model)
@@ -60,6 +80,9 @@ def test_weights_are_those_that_were_trained_and_every_token_counts_once(where: 
     assert all(torch.equal(weights[name], saved.weights[name]) for name in weights)
     labels = torch.stack([samples[index]["labels"] for index in range(BATCHES * size)])
     counted = (labels.numel(), lengths[labels.numpy()].sum())
-    for _, loss, trained, totals in ranks:
+    for _, loss, trained, totals, (most, rest) in ranks:
         assert loss == trained
         assert totals == counted
+        # Batches of 8: the last one of 13 is not full, and neither is one of 3. Every sample counts once.
+        assert loss == pytest.approx(((BATCHES * size - 3) * most + 3 * rest) / (BATCHES * size), rel=1e-6)
+        assert most != rest

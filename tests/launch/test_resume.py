@@ -393,6 +393,14 @@ def test_more_steps_are_another_order_where_they_are_more_passes_over_the_data(
     assert all(changed.replace("the data", "set1") in warning for warning in blended)
 
 
+def test_other_weights_are_refused_and_not_passed_over(config: RunConfig) -> None:
+    train(config, steps=5, saved=(5,))
+    for name in ("init", "checkpoint.weights_from"):
+        done = canzona("resume", files_of(config).root, f"{name}=elsewhere", "--dry-run", code=2)
+        assert "checkpoint.weights_from = elsewhere" in done.stderr
+        assert "other weights would not be used" in " ".join(done.stderr.split())
+
+
 def test_a_dry_run_has_the_warnings_of_the_run(config: RunConfig) -> None:
     """The order of the data too: those of the built-in corpus that the run has prepared before."""
     train(config, steps=5, saved=(5,))

@@ -107,25 +107,26 @@ def test_a_validation_reads_the_same_held_out_samples_in_every_run(folder: Path)
     assert not held_out & {tuple(row) for row in tokens(training(folder, "train.eval_interval=0"), range(10 * BATCH))}
 
 
-@pytest.mark.parametrize(("batch", "steps"), [(4, 10), (16, 10), (2, 40), (8, 10)])
+@pytest.mark.parametrize(("batch", "steps", "step"), [(4, 10, 5), (16, 10, 5), (2, 40, 20), (64, 22, 20), (8, 10, 5)])
 def test_a_resumed_run_with_another_batch_has_a_sample_for_each_step_and_megatrons_order(
-    folder: Path, tmp_path: Path, batch: int, steps: int
+    folder: Path, tmp_path: Path, batch: int, steps: int, step: int
 ) -> None:
-    """Five steps of eight are done. The order is that of 40 samples and the rest at the new batch."""
+    """Some steps of eight are done: 20 of them are more than an epoch, which 40 steps of two would not be."""
+    at = BATCH * step
     overrides = (f"train.global_batch_size={batch}", f"train.steps={steps}")
     config, corpus = run_of(folder, *overrides)
-    done = Progress(step=5, samples=40, tokens=40 * LENGTH)
+    done = Progress(step=step, samples=at, tokens=at * LENGTH)
     saved = plan_data(*run_of(folder))
     plan = plan_data(config, corpus, progress=done, saved=saved)
-    needed = 40 + (steps - 5) * batch
+    needed = at + (steps - step) * batch
     assert plan.samples == needed
     train = training(folder, *overrides, plan=plan)
-    steps_of_rank = _indices(layout(micro=batch), 0, first_sample=40, sample_count=size(train))
-    assert len(steps_of_rank) >= steps - 5, "the last step has its samples"
-    read = [index for step in steps_of_rank[: steps - 5] for index in step]
-    assert read == [*range(40, needed)]
+    steps_of_rank = _indices(layout(micro=batch), 0, first_sample=at, sample_count=size(train))
+    assert len(steps_of_rank) >= steps - step, "the last step has its samples"
+    read = [index for micro_batch in steps_of_rank[: steps - step] for index in micro_batch if index is not None]
+    assert read == [*range(at, needed)]
     assert tokens(train, read) == tokens(megatrons(folder, "a", None, needed, tmp_path), read)
-    again = plan_data(config, corpus, progress=Progress(step=6, samples=40 + batch, tokens=0), saved=plan)
+    again = plan_data(config, corpus, progress=Progress(step=step + 1, samples=at + batch, tokens=0), saved=plan)
     assert again == plan, "a later resumption has the same order"
 
 
