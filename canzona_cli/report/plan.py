@@ -210,11 +210,15 @@ class PlanView(Page):
 
     def _hints(self) -> Iterator[str]:
         """Yields hints about the options that show more."""
-        number = len(self.study.assumptions)
+        hints = (
+            []
+            if self.assumptions
+            else [f"Simulated under {len(self.study.assumptions)} assumptions; --assumptions lists them."]
+        )
         if not self.verbose:
-            yield "-v adds updates, traffic, a map of all ranks, memory and a timeline."
-        if not self.assumptions:
-            yield f"The times are simulated under {number} assumptions; --assumptions lists them."
+            hints.append("-v adds all details.")
+        if hints:
+            yield " ".join(hints)
 
 
 def _shared(kind: UpdateKind) -> str:
@@ -255,11 +259,10 @@ def strategies(study: Study, screen: Screen, *, all_modes: bool = False) -> Iter
     misfits = "" if fit else f"; !: does not fit in {study.memory.capacity / GIB:.1f} GiB, simulated as if it did"
     ratio = f"ratio: time divided by {study.strategy}'s"
     yield note(f"simulated in this layout{hardware}; optimizer: exposed time; {ratio}{misfits}")
-    if modes := {name: simulated.tp_mode for name, simulated in study.strategies.items() if name in STRATEGIES}:
-        layerwise, sc = modes["layerwise"], modes["sc"]
-        if layerwise is not None:
-            faster = f"layerwise {layerwise}, sc {sc}" if sc != layerwise else f"layerwise and sc {layerwise}"
-            yield note(f"faster TP mode: {faster}; layer_sharded: Megatron-LM's main branch")
+    layerwise, sc = (study.strategies[name].tp_mode for name in ("layerwise", "sc"))
+    if layerwise is not None:
+        faster = f"layerwise, sc: TP mode {sc}" if layerwise == sc else f"layerwise: TP mode {layerwise}, sc: {sc}"
+        yield note(f"{faster}; layer_sharded: Megatron's main branch")
 
 
 def strategies_section(study: Study, screen: Screen) -> Iterator[RenderableType]:
