@@ -246,9 +246,13 @@ def strategies(study: Study, screen: Screen, *, all_modes: bool = False) -> Iter
     """Yields a table of all strategies: times, overhead, memory, and times relative to the planned strategy.
 
     Args:
-        all_modes: True to show layerwise also in the slower of the modes that the supported Megatron can run.
+        all_modes: True to show layerwise and sc also in the slower of the modes that the supported Megatron can run.
     """
-    names = [name for name in study.shown_strategies if all_modes or name in (*STRATEGIES, mode_key("layer_sharded"))]
+    names = [
+        name
+        for name in study.shown_strategies
+        if all_modes or name in (*STRATEGIES, mode_key("layerwise", "layer_sharded"))
+    ]
     heads = ("iteration", "optimizer", "vs AdamW", "GiB", "opt. ratio", "iter. ratio")
     rows = ((_strategy_label(name), _strategy_cells(study, name)) for name in names)
     yield rows_table(heads, rows, bold=names.index(study.strategy))
@@ -272,7 +276,7 @@ def strategies_section(study: Study, screen: Screen) -> Iterator[RenderableType]
 
 
 def _strategy_label(name: str) -> str:
-    """Returns the label of a strategy's row; a mode of layerwise is indented below layerwise."""
+    """Returns the label of a strategy's row; another mode is indented below its strategy."""
     _, slash, mode = name.partition("/")
     return f"  {mode}" if slash else name
 

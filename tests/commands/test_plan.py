@@ -57,7 +57,8 @@ def test_json_has_what_scripts_rely_on(large: dict[str, object]) -> None:
     assert {"total", "weights", "gradients", "masters"} <= keys("memory", "per_gpu_bytes")
     assert {"per_gpu_bytes", "worst_rank"} <= keys("memory")
     assert {"dp_reduce_bytes", "dp_gather_bytes", "tp_exchange_bytes", "padding_fraction"} <= keys("communication")
-    modes = {f"layerwise/{mode}" for mode in ("duplicated", "distributed", "layer_sharded")}
+    modes = {f"{name}/{mode}" for name in ("layerwise", "sc") for mode in ("duplicated", "distributed")}
+    modes.add("layerwise/layer_sharded")
     assert keys("strategies") == {"sc", "layerwise", "asc", "paper", "canzona", "adamw", *modes}
     for strategy in keys("strategies"):
         wanted = {"iteration_s", "optimizer_s", "phases"}

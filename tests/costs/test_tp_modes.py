@@ -22,7 +22,7 @@ MUON = Algorithm(name="muon")
 def test_the_work_on_a_fragment_is_that_of_emerging_optimizers(
     shape: tuple[int, int], shard_dim: Literal[0, 1]
 ) -> None:
-    """With several TP ranks, `newton_schulz_tp` transposes fragments that are cut by rows, whatever their shape."""
+    """`newton_schulz_tp` transposes fragments that are cut by rows, whatever their shape, with several TP ranks."""
     matrix, tp = sizes.matrix(0, *shape, shard_dim), 4
     with FlopCounterMode(display=False) as counter:
         newton_schulz(torch.randn(matrix.fragment_shape(tp)), 5, "quintic", transpose=shard_dim == 0)

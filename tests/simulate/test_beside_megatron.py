@@ -73,6 +73,8 @@ def test_costs_are_those_of_a_plan_of_the_command(tmp_path: Path, optimizer: str
     assert layout == ours.layout
     study = study_run(fill(config, layout), layout)
     for cost in (ours.adamw, ours.muon, ours.canzona):
-        theirs = study.strategies[mode_key("duplicated") if cost.strategy == "layerwise" else cost.strategy]
+        theirs = study.strategies[
+            mode_key(cost.strategy, "duplicated") if cost.strategy == "layerwise" else cost.strategy
+        ]
         assert (cost.result, cost.memory_bytes, cost.fits) == (theirs.result, theirs.memory_bytes, theirs.fits)
     assert json.loads(json.dumps(ours.as_json()))["costs"]["canzona"]["fits"] is True
