@@ -118,7 +118,8 @@ def plain_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
     listed = ",".join(map(str, gpus))
     return Table(
         caption=f"Computed by `canzona bench --simulate --gpus {listed} recipe={MODEL} {' '.join(PLAIN)}`. canzona "
-        "chooses the size of its buckets; the other strategies have Megatron's default:",
+        "chooses the size of its buckets; the other strategies have Megatron's default. `layerwise` and `sc` are in "
+        "the faster of the TP modes that Megatron-core 0.19 has (`engine.muon_tp_mode`):",
         columns=(
             "GPUs", "layout", "optimizer step: canzona", "`asc`", "`layerwise`", "`sc`",
             "iteration over AdamW's: canzona, `layerwise`, `sc`",
@@ -146,7 +147,8 @@ def best_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
         caption=f"The iteration and, in brackets, its optimizer step, in the layouts that `canzona train --dry-run "
         f"recipe={MODEL} gpus=GPUS` chooses, with `optimizer=adamw` for AdamW and `engine.strategy=layerwise` for "
         "`layerwise`. canzona chooses the size of its buckets; AdamW and `layerwise` at their best have the size with "
-        "which they are fastest (`parallel.bucket_elements`):",
+        "which they are fastest (`parallel.bucket_elements`), and `layerwise` is in the faster TP mode "
+        "(`engine.muon_tp_mode`), which is named if there are several TP ranks:",
         columns=(
             "GPUs", "canzona", "AdamW", "`layerwise`", "canzona over AdamW in canzona's layout",
             "over AdamW at its best", "`layerwise` over AdamW at its best",
@@ -156,7 +158,8 @@ def best_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
 
 
 def _described(layout: Layout, result: StrategyResult | LayoutResult) -> str:
-    return f"{words(layout)}: {step_time(result.iteration_s)} ({step_time(result.optimizer_s)})"
+    mode = f", {result.tp_mode}" if isinstance(result, LayoutResult) and result.tp_mode else ""
+    return f"{words(layout)}{mode}: {step_time(result.iteration_s)} ({step_time(result.optimizer_s)})"
 
 
 def sizes_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
@@ -259,7 +262,7 @@ def optimizers_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
         rows.append([f"`{optimizer}`", step, *times, predicted_overhead(studied.overhead("canzona"))])
     return Table(
         caption=f"Computed with `recipe={MODEL} gpus={PAPERS_GPUS} {' '.join(PAPERS_LAYOUT)} optimizer=NAME`. The "
-        "optimizer steps of the other strategies are multiples of canzona's:",
+        "optimizer steps of the other strategies are multiples of canzona's. Megatron's Muon is in its faster TP mode:",
         columns=("optimizer", "canzona's step", "`asc`", "`layerwise`", "`sc`", "iteration over AdamW's"),
         rows=rows,
     )

@@ -55,7 +55,8 @@ WHY = """
 - **Batch**: with the recipe's 1 M tokens a step, forward and backward take most of an iteration, so a faster optimizer
   step changes the iteration little. `train.sh` has a quarter of that.
 - **The baseline's version**: the authors' code is a fork whose README names release 0.12 of Megatron-core. Here `sc`
-  and `layerwise` behave as in megatron-core 0.19, which repeats layer-wise updates on every tensor-parallel rank.
+  and `layerwise` behave as in megatron-core 0.19, which by default repeats layer-wise updates on every
+  tensor-parallel rank. (`canzona plan` compares with the faster of its modes, see `engine.muon_tp_mode`.)
   `sc` repeats every update on every rank, so ratios over it are large; "over 30 times" would fit a baseline that avoids
   some of these repetitions.
 - **`paper` is not the authors' code line by line**: `canzona_cli/planner/README.md` lists the differences. It takes the
@@ -123,8 +124,11 @@ def main() -> None:
 
 
 def studied(*words: str) -> Study:
-    """Simulates all strategies of a run."""
-    return study_run(*resolved(*words))
+    """Simulates all strategies of a run, Megatron's in the only TP mode of the paper's release of Megatron."""
+    study = study_run(*resolved(*words))
+    strategies = study.strategies
+    released = {name: strategies.get(f"{name}/duplicated", compared) for name, compared in strategies.items()}
+    return replace(study, strategies=released)
 
 
 def resolved(*words: str) -> tuple[RunConfig, Layout]:

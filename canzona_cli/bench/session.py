@@ -18,7 +18,7 @@ from canzona_cli.cluster.fit import resolve
 from canzona_cli.cluster.machine import machine_facts
 from canzona_cli.cluster.profiles import profile_warnings
 from canzona_cli.config.compose import Composed, compose_run, dump_resolved
-from canzona_cli.config.execution import AnyStrategy
+from canzona_cli.config.execution import AnyStrategy, has_tp_modes
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.costs.sharing import mode_warnings
 from canzona_cli.data.corpus import ensure_corpus
@@ -99,12 +99,19 @@ def prepare(
         rounds=rounds,
         steps_per_turn=steps_per_turn,
         warnings=(
-            *composed.warnings,
+            *_warnings_of_run(composed, lined_up),
             *profile_warnings(composed.config.cluster),
             *mode_warnings(lined_up.reference.config, lined_up.reference.layout),
             *_ignored_warnings(composed),
         ),
     )
+
+
+def _warnings_of_run(composed: Composed, lined_up: LineUp) -> list[str]:
+    """Returns the warnings about the user's settings. `engine.muon_tp_mode` has an effect if any strategy of the bench
+    has modes, even if that of the recipe does not."""
+    used = any(has_tp_modes(entrant.config) for entrant in lined_up.strategies)
+    return [text for text in composed.warnings if not (used and text.startswith("engine.muon_tp_mode is ignored"))]
 
 
 def run(session: Session, say: Say) -> tuple[BenchResult, Path]:

@@ -87,7 +87,7 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
     tp = config.parallel.tp
     if tp == 1 and "engine.exchange_dtype" in explicit and not has_no_plan:
         yield "engine.exchange_dtype is ignored: with parallel.tp=1 there is no exchange between TP ranks"
-    if "engine.muon_tp_mode" in explicit and (why := _no_tp_modes(config)):
+    if training and "engine.muon_tp_mode" in explicit and (why := _no_tp_modes(config)):
         yield f"engine.muon_tp_mode is ignored: {why}"
     if tp is not None and tp > config.cluster.gpus_per_node:
         yield f"parallel.tp={tp} spans several nodes of {config.cluster.gpus_per_node} ranks: it will be slow"

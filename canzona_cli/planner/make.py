@@ -182,11 +182,16 @@ def plannable(config: RunConfig, explicit: frozenset[str] = frozenset()) -> tupl
                 fix="use optimizer=muon, shampoo or soap; each plan is compared with AdamW",
             )
         )
-    if execution is Execution.PLANNED:
-        return config, ()
     notes: tuple[str, ...] = ()
+    if "engine.muon_tp_mode" in explicit:
+        notes = ("engine.muon_tp_mode is ignored: a plan is compared with all modes of Megatron's Muon",)
+    if execution is Execution.PLANNED:
+        return config, notes
     if explicit & {"engine", "engine.strategy"}:
-        notes = (f"engine.strategy={strategy} has no plan; this is canzona's, for comparison with {strategy}",)
+        notes = (
+            *notes,
+            f"engine.strategy={strategy} has no plan; this is canzona's, for comparison with {strategy}",
+        )
     return replace(config, engine=replace(config.engine, strategy="canzona")), notes
 
 

@@ -85,7 +85,7 @@ def outlook_rows(config: RunConfig, outlook: Outlook) -> Iterator[tuple[str, str
     if _describes_machine(config):
         rates = f"{count(outlook.tokens_per_s)} tokens/s, {count(outlook.tokens_per_s_per_gpu)} per {unit}"
         yield "speed", f"{rates}, MFU {100 * outlook.mfu:.1f}% (simulated)"
-        training = f"{duration(outlook.training_s)} for {steps}, excluding saves and validation"
+        training = f"{duration(outlook.training_s)} for {steps}, without saves"
         yield "training", training + _cost(config, outlook)
     else:
         yield "training", f"{steps}; run `canzona calibrate` to get a time estimate for this machine"

@@ -222,11 +222,15 @@ class PlanView(Page):
 
     def _hints(self) -> Iterator[str]:
         """Yields hints about the options that show more."""
-        number = len(self.study.assumptions)
+        hints = (
+            []
+            if self.assumptions
+            else [f"Simulated under {len(self.study.assumptions)} assumptions; --assumptions lists them."]
+        )
         if not self.verbose:
-            yield "-v adds updates, traffic, a map of all ranks, memory and a timeline."
-        if not self.assumptions:
-            yield f"The times are simulated under {number} assumptions; --assumptions lists them."
+            hints.append("-v adds all details.")
+        if hints:
+            yield " ".join(hints)
 
 
 def _shared(kind: UpdateKind) -> str:
@@ -254,9 +258,13 @@ def strategies(study: Study, screen: Screen, *, all_modes: bool = False) -> Iter
     """Yields a table of all strategies: times, overhead, memory, and times relative to the planned strategy.
 
     Args:
-        all_modes: True to show layerwise also in the slower of the modes that the supported Megatron can run.
+        all_modes: True to show layerwise and sc also in the slower of the modes that the supported Megatron can run.
     """
-    names = [name for name in study.shown_strategies if all_modes or name in (*STRATEGIES, mode_key("layer_sharded"))]
+    names = [
+        name
+        for name in study.shown_strategies
+        if all_modes or name in (*STRATEGIES, mode_key("layerwise", "layer_sharded"))
+    ]
     heads = ("iteration", "optimizer", "vs AdamW", "GiB", "opt. ratio", "iter. ratio")
     rows = ((_strategy_label(name), _strategy_cells(study, name)) for name in names)
     yield rows_table(heads, rows, bold=names.index(study.strategy))
@@ -267,11 +275,10 @@ def strategies(study: Study, screen: Screen, *, all_modes: bool = False) -> Iter
     misfits = "" if fit else f"; !: does not fit in {study.memory.capacity / GIB:.1f} GiB, simulated as if it did"
     ratio = f"ratio: time divided by {study.strategy}'s"
     yield note(f"simulated in this layout{hardware}; optimizer: exposed time; {ratio}{misfits}")
-    if modes := {name: simulated.tp_mode for name, simulated in study.strategies.items() if name in STRATEGIES}:
-        layerwise, sc = modes["layerwise"], modes["sc"]
-        if layerwise is not None:
-            faster = f"layerwise {layerwise}, sc {sc}" if sc != layerwise else f"layerwise and sc {layerwise}"
-            yield note(f"faster TP mode: {faster}; layer_sharded: Megatron-LM's main branch")
+    layerwise, sc = (study.strategies[name].tp_mode for name in ("layerwise", "sc"))
+    if layerwise is not None:
+        faster = f"layerwise, sc: TP mode {sc}" if layerwise == sc else f"layerwise: TP mode {layerwise}, sc: {sc}"
+        yield note(f"{faster}; layer_sharded: Megatron's main branch")
 
 
 def strategies_section(study: Study, screen: Screen) -> Iterator[RenderableType]:
@@ -281,7 +288,7 @@ def strategies_section(study: Study, screen: Screen) -> Iterator[RenderableType]
 
 
 def _strategy_label(name: str) -> str:
-    """Returns the label of a strategy's row; a mode of layerwise is indented below layerwise."""
+    """Returns the label of a strategy's row; another mode is indented below its strategy."""
     _, slash, mode = name.partition("/")
     return f"  {mode}" if slash else name
 

@@ -57,7 +57,7 @@ class SimulatedStrategy:
     """True if the strategy fits in memory. Otherwise it has no speed-up or overhead."""
     loads: tuple[float, ...] | None
     """The seconds of matrix updates of each cell, in the stage that is slowest under the plan; None for
-    strategies without owners, and for layerwise/MODE."""
+    strategies without owners, and for the entries of modes."""
     tp_mode: MuonTpMode | None = None
     """The mode of Megatron's Muon; None for strategies that do not use it, and with one TP rank."""
 
@@ -85,8 +85,8 @@ class Study:
     memory: PlanMemory
     strategies: Mapping[str, SimulatedStrategy]
     """The simulations by strategy. Megatron's Muon (layerwise, sc) is in the faster of the modes that the supported
-    Megatron can run. The entries layerwise/MODE have layerwise in each mode; there are none with one TP rank, and
-    for optimizers without modes."""
+    Megatron can run. Further entries, such as layerwise/duplicated, have it in each mode (`mode_key`); there are none
+    with one TP rank, and for optimizers without modes."""
     assumptions: tuple[str, ...]
     planning_s: float
     variants: tuple[Variant, ...] = ()
@@ -106,13 +106,11 @@ class Study:
 
     @property
     def shown_strategies(self) -> tuple[str, ...]:
-        """The keys of `strategies` in the order of the tables, with layerwise's other modes after the fastest."""
+        """The keys of `strategies` in the order of the tables, with other modes after the faster one."""
         names: list[str] = []
         for name in STRATEGIES:
-            names.append(name)
-            if name == "layerwise":
-                modes = (mode for mode in get_args(MuonTpMode) if mode != self.strategies[name].tp_mode)
-                names += [key for key in map(mode_key, modes) if key in self.strategies]
+            others = (mode_key(name, mode) for mode in get_args(MuonTpMode) if mode != self.strategies[name].tp_mode)
+            names += [name, *(key for key in others if key in self.strategies)]
         return tuple(names)
 
     @property
@@ -304,9 +302,9 @@ def study_run(
     )
 
 
-def mode_key(mode: MuonTpMode) -> str:
-    """Returns the key of `Study.strategies` for layerwise in a mode."""
-    return f"layerwise/{mode}"
+def mode_key(strategy: AnyStrategy, mode: MuonTpMode) -> str:
+    """Returns the key of `Study.strategies` for layerwise or sc in a mode of Megatron's Muon."""
+    return f"{strategy}/{mode}"
 
 
 def _simulate_plan(config: RunConfig, layout: Layout, plan: Plan, memory: PlanMemory, stage: int) -> SimulatedStrategy:
@@ -346,12 +344,11 @@ def _simulate_unplanned(
         )
     released = [simulated for mode, simulated in by_mode.items() if mode is None or mode in RELEASED_TP_MODES]
     best = min(released, key=lambda simulated: (not simulated.fits, simulated.result.iteration_s))
-    if strategy != "layerwise":
-        yield strategy, best
-        return
-    run = config if best.tp_mode is None else with_tp_mode(config, best.tp_mode)
-    yield strategy, replace(best, loads=tuple(_layerwise_loads(run, layout, workload, stage)))
-    yield from ((mode_key(mode), simulated) for mode, simulated in by_mode.items() if mode is not None)
+    if strategy == "layerwise":
+        run = config if best.tp_mode is None else with_tp_mode(config, best.tp_mode)
+        best = replace(best, loads=tuple(_layerwise_loads(run, layout, workload, stage)))
+    yield strategy, best
+    yield from ((mode_key(strategy, mode), simulated) for mode, simulated in by_mode.items() if mode is not None)
 
 
 def _layerwise_loads(config: RunConfig, layout: Layout, workload: Workload, stage: int) -> list[float]:

@@ -9,7 +9,7 @@ import pytest
 from canzona_cli.bench.lineup import Entrant, LineUp, make_sittings
 from canzona_cli.bench.options import Options, SweepKind, read_options
 from canzona_cli.bench.session import Session, prepare, prepare_sweep
-from canzona_cli.config.execution import AnyStrategy
+from canzona_cli.config.execution import AnyStrategy, tp_mode_of
 from canzona_cli.config.schema import MuonConfig
 from canzona_cli.costs.memory import GIB
 from canzona_cli.errors import ConfigError
@@ -128,6 +128,13 @@ def test_mistakes_of_options_run_and_data_are_told_together(tmp_path: Path) -> N
     told = problems(*TINY, "data=prepared", f"data.path={tmp_path}/none", "optimizer=soap", strategies=("layerwise",))
     assert f"data.path={tmp_path}/none.bin: no such file" in told
     assert "--strategies=layerwise" in told
+
+
+def test_a_mode_of_megatrons_muon_is_ignored_only_if_no_strategy_has_it() -> None:
+    mode = "engine.muon_tp_mode=distributed"
+    used, ignored = prepared(mode, strategies=("layerwise", "sc")), prepared(mode, strategies=("canzona", "asc"))
+    assert [tp_mode_of(entrant.config, 2) for entrant in used.line_up.strategies] == ["distributed"] * 2
+    assert [[text for text in one.warnings if "muon_tp_mode" in text] != [] for one in (used, ignored)] == [False, True]
 
 
 def test_adamw_alone_has_nothing_to_compare_and_a_bench_is_of_one_machine() -> None:

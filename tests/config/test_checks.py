@@ -42,6 +42,10 @@ IMPOSSIBLE = [
     ("parallel.pp=5", "parallel.pp"),
     ("parallel.sequence_parallel=true parallel.tp=1", "parallel.sequence_parallel"),
     ("engine.layout=sorted", "engine.layout"),
+    ("engine=sc engine.muon_tp_mode=layer_sharded", "engine.muon_tp_mode"),
+    ("engine=layerwise engine.muon_tp_mode=layer_sharded", "engine.muon_tp_mode"),
+    # It computes another update.
+    ("engine=layerwise engine.muon_tp_mode=blockwise", "engine.muon_tp_mode"),
     ("cluster.matmul_tflops=[[2048,1.1],[1024,0.9]]", "cluster.matmul_tflops"),
     ("cluster.matmul_tflops=[1024,2048]", "cluster.matmul_tflops"),
 ]
@@ -105,6 +109,10 @@ def test_a_run_may_be_as_short_as_one_step(steps: int) -> None:
         ("engine=paper engine.layout=owner", "engine.layout"),
         ("engine=asc engine.layout=owner", "engine.layout"),
         ("engine=asc engine.alpha=0.5", "engine.alpha"),
+        ("engine.muon_tp_mode=layer_sharded", "engine.muon_tp_mode"),
+        ("engine=sc parallel.tp=1 engine.muon_tp_mode=distributed", "engine.muon_tp_mode"),
+        ("optimizer=soap engine=sc engine.muon_tp_mode=distributed", "engine.muon_tp_mode"),
+        ("optimizer=adamw engine.muon_tp_mode=distributed", "engine.muon_tp_mode"),
     ],
 )
 def test_a_setting_without_effect_is_a_warning(overrides: str, ignored: str) -> None:
@@ -175,6 +183,10 @@ def test_a_number_of_tokens_that_is_typed_counts_in_a_run_that_is_repeated(tmp_p
     "overrides",
     [
         *("engine.splitting=fused engine=sc", "engine.splitting=qkv engine=layerwise", "engine.splitting=per_head"),
+        *(
+            "engine=layerwise engine.muon_tp_mode=distributed",
+            "engine=sc parallel.tp=2 engine.muon_tp_mode=distributed",
+        ),
         *("parallel.tp=2 engine.exchange_dtype=bf16", "engine.exchange_dtype=bf16", "engine.plan=some.json"),
         # Every rank updates everything, but by canzona's own engine.
         *("optimizer=soap engine=sc engine.splitting=split", "optimizer=shampoo engine=sc train.non_finite=skip"),
@@ -228,3 +240,10 @@ def test_a_plan_needs_no_class_of_an_own_optimizer() -> None:
 def test_a_plan_heeds_settings_that_training_ignores() -> None:
     composed = compose_run(["recipe=tiny", "engine.strategy=layerwise", "engine.alpha=0.5"], training=False)
     assert composed.warnings == ()
+
+
+def test_a_mode_that_megatron_does_not_have_yet_can_be_planned_with() -> None:
+    settings = ["recipe=tiny", "engine=layerwise", "parallel.tp=2", "engine.muon_tp_mode=layer_sharded"]
+    assert compose_run(settings, training=False).warnings == ()
+    (problem,) = refused(compose_run, settings)
+    assert "duplicated or distributed" in problem.fix

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import CustomConfig, MuonConfig, Precision, Splitting
-from canzona_cli.costs.buffers import stage_weights
+from canzona_cli.costs.buffers import stage_weights, transient
 from canzona_cli.costs.memory import (
     GIB,
     MemoryEstimate,
@@ -162,6 +162,15 @@ def test_more_of_anything_needs_more(
     assert total(dp=2 * dp).parts["optimizer"] <= here.parts["optimizer"]
     assert all(size >= 0 for size in here.parts.values())
     assert here.fits == (here.total <= here.capacity)
+
+
+def test_a_home_keeps_four_fp32_copies_of_its_share_at_once() -> None:
+    """Megatron's mode layer_sharded exchanges all matrices of an owner together: 8B on two owners at TP 8."""
+    config, mesh = run("8b", 16, strategy="layerwise"), layout(tp=8, dp=2)
+    sharded = replace(config, engine=replace(config.engine, muon_tp_mode="layer_sharded"))
+    one, other = (transient(mode, algorithm_of(mode), mesh, 0).update for mode in (config, sharded))
+    assert one < other == 4 * 4 * stage_weights(config, mesh, 0).matrices // 2
+    assert estimate(config, mesh).total <= estimate(sharded, mesh).total
 
 
 def test_megatrons_strategies_split_q_k_and_v_at_most() -> None:

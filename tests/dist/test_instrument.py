@@ -232,7 +232,7 @@ def test_phases_of_a_real_step(layout_name: str, strategy: str) -> None:
 
 
 def test_squares_that_tp_ranks_sum_are_exchanges() -> None:
-    """In Megatron's mode `distributed` matrix updates wait for all-reduces."""
+    """Matrix updates wait for all-reduces in Megatron's mode `distributed`."""
     config, layout = _resolve("tp2", "sc", "engine.muon_tp_mode=distributed")
     for timings in _each({"": (config, layout)}, _steps)[""]:
         for timing in timings:

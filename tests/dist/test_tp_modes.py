@@ -1,8 +1,9 @@
 """Megatron's Muon in its mode `distributed` computes the same update as in `duplicated`, on real ranks.
 
-Gradients are known ones of whole matrices (`tests.dist.synthetic`). The right update is `exact_muon`: one process, fp64.
+Gradients of whole matrices are known (`tests.dist.synthetic`). The right update is `exact_muon`: one process in fp64.
 """
 
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -48,9 +49,7 @@ RUNS = Runs(
 
 def _fused(weights: Weights) -> Weights:
     """The matrices that Megatron's Muon updates: gate and up are one."""
-    found = {
-        name: weights[name] for name in weights if "_proj" in name and "gate" not in name and "up_proj" not in name
-    }
+    found = {name: weight for name, weight in weights.items() if re.search("[qkvo]_proj|down_proj", name)}
     for name in (name for name in weights if "gate_proj" in name):
         found[name] = torch.cat([weights[name], weights[name.replace("gate_proj", "up_proj")]])
     return found

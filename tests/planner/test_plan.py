@@ -11,7 +11,7 @@ import pytest
 
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.cluster.search import fill
-from canzona_cli.config.schema import Layout, MuonConfig, RunConfig
+from canzona_cli.config.schema import Layout, MuonConfig, RunConfig, Strategy
 from canzona_cli.costs.sharing import SharedCost
 from canzona_cli.errors import ConfigError
 from canzona_cli.planner import make as planner
@@ -276,3 +276,11 @@ def test_megatrons_strategies_are_planned_as_canzona_and_asc_as_itself() -> None
         _, notes = plannable(sizes.run("tiny", 4, strategy=strategy), frozenset({"engine.strategy"}))
         assert strategy in notes[0]
     assert plannable(sizes.run("tiny", 4, strategy="asc"))[0].engine.strategy == "asc"
+
+
+def test_a_mode_of_megatrons_muon_changes_no_plan() -> None:
+    """The table has all modes anyway."""
+    strategies: tuple[Strategy, ...] = ("canzona", "layerwise")
+    for strategy in strategies:
+        _, notes = plannable(sizes.run("tiny", 4, strategy=strategy), frozenset({"engine.muon_tp_mode"}))
+        assert [note.partition(":")[0] for note in notes] == ["engine.muon_tp_mode is ignored"]

@@ -9,7 +9,7 @@ from canzona_cli.cluster.search import candidates, fill
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.megatron_translation import read_megatron_run
 from canzona_cli.simulate.beside_megatron import MegatronComparison, compare_with_megatron
-from canzona_cli.simulate.compare import study_run
+from canzona_cli.simulate.compare import mode_key, study_run
 
 SMALL = (
     "torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4 --hidden-size 512 --num-attention-heads 8 --swiglu"
@@ -35,8 +35,11 @@ def test_modes_of_muon_cost_what_they_repeat(tmp_path: Path) -> None:
     distributed optimizer every rank updates everything and keeps its state."""
     blockwise = beside(tmp_path, f"{MUON} {TP}").muon
     duplicated = beside(tmp_path, f"{MUON} {TP} --muon-tp-mode duplicated").muon
+    distributed = beside(tmp_path, f"{MUON} {TP} --muon-tp-mode distributed").muon
     everywhere = beside(tmp_path, f"--optimizer muon {TP} --muon-tp-mode duplicated").muon
     assert blockwise.result.optimizer_s < duplicated.result.optimizer_s < everywhere.result.optimizer_s
+    assert distributed.result.update_balance == duplicated.result.update_balance
+    assert distributed.result.phases["exchange"] > duplicated.result.phases["exchange"]
     assert blockwise.memory_bytes == duplicated.memory_bytes < everywhere.memory_bytes
     assert blockwise.padding == duplicated.padding
     assert everywhere.padding is None
@@ -71,6 +74,8 @@ def test_costs_are_those_of_a_plan_of_the_command(tmp_path: Path, optimizer: str
     assert layout == ours.layout
     study = study_run(fill(config, layout), layout)
     for cost in (ours.adamw, ours.muon, ours.canzona):
-        theirs = study.strategies[cost.strategy]
+        theirs = study.strategies[
+            mode_key(cost.strategy, "duplicated") if cost.strategy == "layerwise" else cost.strategy
+        ]
         assert (cost.result, cost.memory_bytes, cost.fits) == (theirs.result, theirs.memory_bytes, theirs.fits)
     assert json.loads(json.dumps(ours.as_json()))["costs"]["canzona"]["fits"] is True

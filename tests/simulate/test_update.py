@@ -6,8 +6,9 @@ from typing import Literal
 
 import pytest
 
-from canzona_cli.config.schema import ClusterConfig, RunConfig
+from canzona_cli.config.schema import ClusterConfig, MuonTpMode, RunConfig
 from canzona_cli.costs.sharing import SharedCost, shared_bytes, shared_exchanges
+from canzona_cli.costs.tp_modes import homes
 from canzona_cli.costs.update import RULES
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.plan import Assignment, Cell, MicroGroup
@@ -164,3 +165,60 @@ def test_a_duplicated_update_does_its_elementwise_part_on_its_fragment_only() ->
     model = UpdateModel(run("8b", 8, cluster=replace(FREE, memory_gb_per_s=1000.0)), layout(tp=8), [matrix(0)], [0.5])
     saved = 7 / 8 * SIDE * SIDE * (RULES["muon"].fragment_bytes + 2) / (0.72 * 1e12)
     assert model.unplanned([0])[0].matrix_update_s == pytest.approx(0.5 - saved)
+
+
+def in_mode(mode: MuonTpMode, tp: int, cluster: ClusterConfig) -> RunConfig:
+    config = run("8b", tp, cluster=cluster)
+    return replace(config, engine=replace(config.engine, muon_tp_mode=mode))
+
+
+def test_distributed_updates_wait_for_a_square_in_every_step() -> None:
+    """Fragments of a matrix that is cut along its long side, worked out by hand; the square is not divided."""
+    tp, m, n, rate = 4, SIDE, 4 * SIDE, 4e11
+    slow = replace(NO_COPIES, matmul_tflops=((1, rate / 1e12),))
+    cut = sizes.matrix(0, n, m, 0)
+    (update,) = UpdateModel(in_mode("distributed", tp, slow), layout(tp=tp), [cut], [1.0]).unplanned([0])
+    assert update.matrix_update_s == pytest.approx(5 * (4 * m * m * n / tp + 2 * m**3) / rate, rel=1e-4)
+    # A ring moves each square twice, all but one rank's part. The norm is one fp32 number.
+    assert update.exchange_s == pytest.approx((5 * 2 * m * m + 4) * 2 * (tp - 1) / tp / BYTES)
+    assert update.exchange_total_s == update.exchange_s
+
+
+def test_a_matrix_cut_along_its_short_side_has_squares_of_its_long_side() -> None:
+    """Such as k and v; they take longer than as whole matrices."""
+    tp, m, n, rate = 4, SIDE, 4 * SIDE, 4e11
+    slow = replace(NO_COPIES, matmul_tflops=((1, rate / 1e12),))
+    (update,) = UpdateModel(
+        in_mode("distributed", tp, slow), layout(tp=tp), [sizes.matrix(0, m, n, 0)], [1.0]
+    ).unplanned([0])
+    assert update.matrix_update_s == pytest.approx(5 * (4 * n * n * m / tp + 2 * n**3) / rate, rel=1e-4)
+    assert update.matrix_update_s > 5 * (4 * m * m * n + 2 * m**3) / rate
+    assert update.exchange_s == pytest.approx((5 * 2 * n * n + 4) * 2 * (tp - 1) / tp / BYTES)
+
+
+def test_a_home_updates_whole_matrices_between_two_exchanges() -> None:
+    """Longest first: rank 0 is the home of one square and of the half, rank 1 of the other square. Rank 1 sends rank 0
+    more than it gets; nothing overlaps."""
+    matrices = [matrix(0), matrix(1, shard_dim=1), sizes.matrix(2, SIDE // 2, SIDE, 0)]
+    model = UpdateModel(in_mode("layer_sharded", 2, NO_COPIES), layout(tp=2), matrices, [0.5, 0.25, 0.125])
+    one, other = model.unplanned([2, 1, 0])
+    assert (one.matrix_update_s, other.matrix_update_s) == pytest.approx((0.25 + 0.125, 0.5), abs=1e-6)
+    each_way = 4 * (SIDE * SIDE + SIDE * SIDE / 2) / 2 / BYTES
+    assert other.exchange_s == pytest.approx(2 * each_way, rel=1e-3)
+    assert one.seconds == pytest.approx(other.seconds)
+    assert one.exchange_total_s == pytest.approx(one.exchange_s)
+
+
+def test_matrices_of_one_weight_have_one_home() -> None:
+    q, k = (replace(matrix(index), parameter="layers.0.linear_qkv.weight") for index in (0, 1))
+    others = [matrix(index) for index in (2, 3, 4)]
+    found = [[one.index for one in at_home] for at_home in homes([q, k, *others], 2)]
+    # A weight of 2 SIDE rows costs 2 SIDE^3, as much as two squares.
+    assert found == [[0, 1, 4], [2, 3]]
+
+
+def test_homes_of_experts_update_them_while_other_matrices_travel() -> None:
+    model = UpdateModel(in_mode("layer_sharded", 2, NO_COPIES), layout(tp=2), [matrix(0)], [0.0])
+    each_way = 4 * SIDE * SIDE / 2 / BYTES
+    for update in model.unplanned([0], [2 * each_way, each_way / 2]):
+        assert update.seconds == pytest.approx(2 * each_way, rel=1e-2)
