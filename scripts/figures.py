@@ -28,7 +28,7 @@ from canzona_cli.config.schema import FastPath, Layout, RunConfig
 from canzona_cli.planner.make import make_plan
 from canzona_cli.run.words import MISSING, layout_words, milliseconds, predicted_overhead, step_time
 from canzona_cli.simulate.compare import Study, study_run
-from canzona_cli.simulate.predict import simulate_plan, simulate_strategy
+from canzona_cli.simulate.predict import simulate_plan
 from canzona_cli.simulate.step import StrategyResult
 
 ROOT = Path(__file__).parents[1]
@@ -36,6 +36,14 @@ README, MANUAL = ROOT / "README.md", ROOT / "canzona_cli" / "bench" / "README.md
 MODEL = "qwen3-32b"
 PLAIN = ("parallel.pp=1", "optimizer.form=standard")
 """The overrides for no pipeline stages and for Megatron's form of Muon in all strategies."""
+BATCHES: Mapping[str, tuple[str, ...]] = {
+    "1 M": (),
+    "4 M": ("train.batch_tokens=4194304",),
+    "16 M": ("train.batch_tokens=16777216",),
+}
+"""The overrides for the number of tokens in a step, by that number. Built-in recipes of these sizes have 1 M."""
+BALANCED = ("qwen3-8b", "qwen3-14b", MODEL, "qwen3-30b-a3b")
+"""The recipes of the table `balance`."""
 PAPERS_LAYOUT = ("parallel.tp=8", "parallel.pp=1")
 PAPERS_GPUS = 256
 PESSIMISTIC = (
@@ -117,9 +125,10 @@ def plain_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
         rows.append([f"{count:,}", words(studied.layout), *steps, overheads])
     listed = ",".join(map(str, gpus))
     return Table(
-        caption=f"Computed by `canzona bench --simulate --gpus {listed} recipe={MODEL} {' '.join(PLAIN)}`. canzona "
-        "chooses the size of its buckets; the other strategies have Megatron's default. `layerwise` and `sc` are in "
-        "the faster of the TP modes that Megatron-core 0.19 has (`engine.muon_tp_mode`):",
+        caption=f"Computed by `canzona bench --simulate --gpus {listed} recipe={MODEL} {' '.join(PLAIN)}`, with "
+        "1 M tokens a step. canzona and `asc` choose the size of their buckets; `layerwise`, `sc` and AdamW have "
+        "Megatron's default. `layerwise` and `sc` are in the faster of the TP modes that Megatron-core 0.19 has "
+        "(`engine.muon_tp_mode`):",
         columns=(
             "GPUs", "layout", "optimizer step: canzona", "`asc`", "`layerwise`", "`sc`",
             "iteration over AdamW's: canzona, `layerwise`, `sc`",
@@ -129,37 +138,69 @@ def plain_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
 
 
 def best_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
-    """Makes the table of 32B with every strategy in the layout that is fastest for it."""
+    """Makes the table of 32B by batch, with every strategy in the layout that is fastest for it."""
     rows = []
     for count in gpus:
-        studied, adamw = study(MODEL, count), best(MODEL, count, "adamw")
-        layerwise = best(MODEL, count, "layerwise")
-        rows.append([
-            f"{count:,}",
-            MISSING if studied is None else _described(studied.layout, studied.planned.result),
-            MISSING if adamw is None else f"{words(adamw.layout)}: {step_time(adamw.iteration_s)}",
-            MISSING if layerwise is None else _described(layerwise.layout, layerwise),
-            predicted_overhead(None if studied is None else studied.overhead("canzona")),
-            predicted_overhead(relative_overhead(studied, adamw)),
-            predicted_overhead(relative_overhead(layerwise, adamw)),
-        ])  # fmt: skip
+        for batch, overrides in BATCHES.items():
+            studied, adamw = study(MODEL, count, *overrides), best(MODEL, count, "adamw", *overrides)
+            layerwise = best(MODEL, count, "layerwise", *overrides)
+            rows.append([
+                f"{count:,}",
+                batch,
+                MISSING if studied is None else _described(studied.planned.result),
+                MISSING if adamw is None else step_time(adamw.iteration_s),
+                MISSING if layerwise is None else _described(layerwise),
+                predicted_overhead(relative_overhead(studied, adamw)),
+                predicted_overhead(relative_overhead(layerwise, adamw)),
+            ])  # fmt: skip
     return Table(
-        caption=f"The iteration and, in brackets, its optimizer step, in the layouts that `canzona train --dry-run "
-        f"recipe={MODEL} gpus=GPUS` chooses, with `optimizer=adamw` for AdamW and `engine.strategy=layerwise` for "
-        "`layerwise`. canzona chooses the size of its buckets; AdamW and `layerwise` at their best have the size with "
-        "which they are fastest (`parallel.bucket_elements`), and `layerwise` is in the faster TP mode "
-        "(`engine.muon_tp_mode`), which is named if there are several TP ranks:",
+        caption="The iteration and, in brackets, its optimizer step, each in its own fastest layout: that of `canzona "
+        f"train --dry-run recipe={MODEL} gpus=GPUS train.batch_tokens=TOKENS`, with `optimizer=adamw` for AdamW and "
+        "`engine.strategy=layerwise` for `layerwise`. Each has the size of buckets (`parallel.bucket_elements`) with "
+        "which it is fastest, and `layerwise` is in its faster TP mode. Updates take as long with any batch, so they cost less of a step with a larger one:",
         columns=(
-            "GPUs", "canzona", "AdamW", "`layerwise`", "canzona over AdamW in canzona's layout",
-            "over AdamW at its best", "`layerwise` over AdamW at its best",
+            "GPUs", "tokens a step", "canzona", "AdamW", "`layerwise`", "canzona over AdamW", "`layerwise` over AdamW",
         ),
         rows=rows,
     )  # fmt: skip
 
 
-def _described(layout: Layout, result: StrategyResult | LayoutResult) -> str:
-    mode = f", {result.tp_mode}" if isinstance(result, LayoutResult) and result.tp_mode else ""
-    return f"{words(layout)}{mode}: {step_time(result.iteration_s)} ({step_time(result.optimizer_s)})"
+def _described(result: StrategyResult | LayoutResult) -> str:
+    return f"{step_time(result.iteration_s)} ({step_time(result.optimizer_s)})"
+
+
+def balance_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
+    """Makes the table of canzona, the paper's engine and unbalanced owners in the same layout."""
+    rows = []
+    for recipe in BALANCED:
+        for count in gpus:
+            studied = study(recipe, count)
+            if studied is None:
+                continue
+            results = [studied.result(name) for name in ("canzona", "paper", "asc")]
+            ratios = [result.iteration_s / results[0].iteration_s - 1 for result in results[1:]]
+            name = recipe.removeprefix("qwen3-")
+            times = [f"{milliseconds(result.iteration_s)} ({milliseconds(result.optimizer_s)})" for result in results]
+            rows.append(
+                [name, f"{count:,}", words(studied.layout), *times, *(f"{100 * ratio:+.1f}%" for ratio in ratios)]
+            )
+    return Table(
+        caption="Computed with `recipe=MODEL gpus=GPUS`, with 1 M tokens a step, in canzona's layout: the iteration "
+        "and, in brackets, its optimizer step, in ms. `paper` and `asc` choose collectives and bucket sizes as canzona "
+        "does, so the last columns have what canzona's owners, hosts, shared matrices and micro-groups gain, and "
+        "nothing else:",
+        columns=(
+            "model",
+            "GPUs",
+            "layout",
+            "canzona",
+            "`paper`",
+            "`asc`",
+            "`paper` over canzona",
+            "`asc` over canzona",
+        ),
+        rows=rows,
+    )
 
 
 def sizes_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
@@ -197,17 +238,16 @@ def sizes_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
             ])  # fmt: skip
     rates = ", ".join(f"`{text}`" for text in PESSIMISTIC)
     summaries = [
-        f"{middle} in the median, from {least} to {most}"
+        "{} in the median, from {} to {}".format(*(predicted_overhead(pick(values)) for pick in (median, min, max)))
         for values in overheads.values()
         if values
-        for middle, least, most in [map(predicted_overhead, (median(values), min(values), max(values)))]
     ]
     return Table(
-        caption="Computed with `recipe=MODEL gpus=GPUS`, in the layout that canzona chooses. Balance is the slowest "
-        "rank's updates over the mean (in brackets: the lowest possible value). Exchange is the part that updates do "
-        "not hide. The next column has the time of updates and exchanges over the least time of any assignment "
-        "(`planner/least.py`). AdamW has buckets of Megatron's default size in this layout, and at its best buckets of "
-        f"the size with which it is fastest. The pessimistic rates are {rates}:",
+        caption="Computed with `recipe=MODEL gpus=GPUS`, with 1 M tokens a step, in the layout that canzona chooses. "
+        "Balance is the slowest rank's updates over the mean (in brackets: the lowest possible value). Exchange is the "
+        "part that updates do not hide. The next column has the time of updates and exchanges over the least time of "
+        "any assignment (`planner/least.py`). AdamW has buckets of Megatron's default size in this layout, and at its "
+        f"best buckets of the size with which it is fastest. The pessimistic rates are {rates}:",
         columns=(
             "model", "GPUs", "layout", "iteration", "optimizer step, ms", "balance", "exchange, ms",
             "updates over the least", "over AdamW in this layout", "over AdamW at its best",
@@ -227,7 +267,6 @@ def arithmetics_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
         if fitting is None:
             continue
         config, layout = fitting
-        adamw = simulate_strategy(config, layout, "adamw", ())
         verified = replace(config.cluster, verified=get_args(FastPath))
         variants = (
             config,
@@ -237,12 +276,10 @@ def arithmetics_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
         cells = []
         for variant in variants:
             result = simulate_plan(variant, layout, make_plan(variant, layout))
-            over_adamw = predicted_overhead(result.iteration_s / adamw.iteration_s - 1)
-            cells.append(f"{milliseconds(result.optimizer_s)} ms, {over_adamw}")
+            cells.append(step_time(result.optimizer_s))
         rows.append([f"{count:,}", words(layout), *cells])
     return Table(
-        caption=f"Computed with `recipe={MODEL} gpus=GPUS`, in the default's layout. Cells have the optimizer step and "
-        "the overhead of the iteration over AdamW's in the same layout:",
+        caption=f"The optimizer step, computed with `recipe={MODEL} gpus=GPUS`, in the default's layout:",
         columns=("GPUs", "layout", "as shipped", "once verified", "and `cluster.symmetric_factor=0.5`"),
         rows=rows,
     )
@@ -261,8 +298,9 @@ def optimizers_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
         step = f"{milliseconds(studied.planned.result.optimizer_s)} ms"
         rows.append([f"`{optimizer}`", step, *times, predicted_overhead(studied.overhead("canzona"))])
     return Table(
-        caption=f"Computed with `recipe={MODEL} gpus={PAPERS_GPUS} {' '.join(PAPERS_LAYOUT)} optimizer=NAME`. The "
-        "optimizer steps of the other strategies are multiples of canzona's. Megatron's Muon is in its faster TP mode:",
+        caption=f"Computed with `recipe={MODEL} gpus={PAPERS_GPUS} {' '.join(PAPERS_LAYOUT)} optimizer=NAME`, with "
+        "1 M tokens a step. The optimizer steps of the other strategies are multiples of canzona's. Megatron's Muon is "
+        "in its faster TP mode:",
         columns=("optimizer", "canzona's step", "`asc`", "`layerwise`", "`sc`", "iteration over AdamW's"),
         rows=rows,
     )
@@ -272,6 +310,7 @@ LARGE = (64, 256, 1024)
 TABLES: Mapping[str, tuple[Path, tuple[int, ...], Callable[[Sequence[int], Sequence[str]], Table]]] = {
     "best": (README, LARGE, best_table),
     "plain": (MANUAL, LARGE, plain_table),
+    "balance": (MANUAL, LARGE, balance_table),
     "sizes": (MANUAL, (8, *LARGE), sizes_table),
     "arithmetics": (MANUAL, LARGE, arithmetics_table),
     "optimizers": (MANUAL, (PAPERS_GPUS,), optimizers_table),

@@ -99,8 +99,8 @@ WHO_AND_WHEN: list[Run] = [
     (("optimizer=muon", *settings), 3)
     for settings in (
         ("engine.layout=contiguous", "engine.reduction=ring"),
-        ("engine.strategy=asc",),
-        ("engine.strategy=paper", "engine.alpha=0.5", "engine.c_max_mib=0.05"),
+        ("engine.strategy=asc", "engine.reduction=ring"),
+        ("engine.strategy=paper", "engine.alpha=0.5", "engine.c_max_mib=0.05", "engine.reduction=ring"),
         ("engine.grouping=greedy", "engine.c_max_mib=0.05"),
     )
 ]

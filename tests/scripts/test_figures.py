@@ -8,7 +8,9 @@ import figures
 import pytest
 
 from canzona_cli.bench.simulated import run_simulation
-from canzona_cli.run.words import overhead, step_time
+from canzona_cli.planner.make import make_plan
+from canzona_cli.run.words import milliseconds, step_time
+from canzona_cli.simulate.predict import simulate_plan
 
 
 def _cells(row: str) -> list[str]:
@@ -26,17 +28,53 @@ def test_a_row_without_pipeline_stages_is_what_bench_simulate_says() -> None:
     assert canzona == step_time(study.result("canzona").optimizer_s)
     assert layerwise == step_time(study.result("layerwise").optimizer_s)
     assert sc == "-", "it does not fit"
-    assert shares == f"{overhead(study.overhead('canzona'))}, {overhead(study.overhead('layerwise'))}, -"
+    whole = [figures.rough_overhead(study.overhead(name)) for name in ("canzona", "layerwise")]
+    assert shares == f"{', '.join(whole)}, -"
+
+
+@pytest.mark.parametrize(("share", "text"), [(0.0066, "+1%"), (-0.004, "0%"), (0.185, "+18%"), (None, "-")])
+def test_overheads_have_no_more_digits_than_are_known(share: float | None, text: str) -> None:
+    assert figures.rough_overhead(share) == text
 
 
 @pytest.mark.sweep
 def test_yardsticks_stand_in_their_own_best_layouts_and_what_does_not_fit_has_a_dash() -> None:
-    cells = _cells(figures.best_table([8], []).markdown().splitlines()[-1])
-    mine, adamw, same_layout = cells[1].partition(":")[0], cells[2].partition(":")[0], cells[4]
-    assert (mine, adamw) == ("TP 8 × DP 1", "TP 4 × PP 2 (3 chunks each) × DP 1")
-    assert same_layout == "-", "AdamW does not fit in canzona's layout"
-    assert figures.relative_overhead(figures.study("qwen3-32b", 8), figures.best("qwen3-32b", 8, "adamw")) is not None
-    assert _cells(figures.best_table([1], []).markdown().splitlines()[-1]) == ["1", *["-"] * 6]
+    adamw, studied = figures.best("qwen3-32b", 8, "adamw"), figures.study("qwen3-32b", 8)
+    assert studied is not None
+    assert adamw is not None
+    assert (figures.words(studied.layout), figures.words(adamw.layout)) == (
+        "TP 8 × DP 1",
+        "TP 4 × PP 2 (3 chunks each) × DP 1",
+    )
+    rows = figures.best_table([8], []).rows
+    assert [row[1] for row in rows] == ["1 M", "4 M", "16 M"]
+    assert rows[0][3] == step_time(adamw.iteration_s)
+    assert rows[0][5] == figures.rough_overhead(figures.relative_overhead(studied, adamw))
+    assert figures.best_table([1], []).rows[0] == ["1", "1 M", *["-"] * 5]
+
+
+def test_a_larger_batch_has_its_own_layout_and_is_what_a_run_with_so_many_tokens_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(figures, "MODEL", "qwen3-0.6b")
+    rows = figures.best_table([8], []).rows
+    for row, tokens in zip(rows, (1 << 20, 4 << 20, 16 << 20), strict=True):
+        resolved = figures.run("qwen3-0.6b", 8, () if tokens == 1 << 20 else (f"train.batch_tokens={tokens}",))
+        assert resolved is not None
+        config, layout = resolved
+        assert layout.global_batch_size * config.train.seq_length == tokens
+        result = simulate_plan(config, layout, make_plan(config, layout))
+        assert row[2] == f"{step_time(result.iteration_s)} ({step_time(result.optimizer_s)})"
+
+
+def test_balance_is_compared_in_one_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "BALANCED", ("qwen3-0.6b",))
+    (row,) = figures.balance_table([64], []).rows
+    study = figures.study("qwen3-0.6b", 64)
+    assert study is not None
+    times = [study.result(name).iteration_s for name in ("canzona", "paper", "asc")]
+    assert [row[place].split()[0] for place in (3, 4, 5)] == [milliseconds(seconds) for seconds in times]
+    assert row[6:] == [f"{100 * (seconds / times[0] - 1):+.1f}%" for seconds in times[1:]]
 
 
 def test_every_size_is_also_simulated_at_pessimistic_rates() -> None:

@@ -50,7 +50,7 @@ def test_strategies_and_both_curves_are_there_and_what_is_not_known_is_said(prin
 
 
 def test_the_authors_script_is_a_preset_with_a_micro_batch_that_its_batch_allows() -> None:
-    """On DP 32, the script's micro-batch of 8 would need a batch of 256."""
+    """Checks the preset. On DP 32, a micro-batch of 8 would need a batch of 256."""
     for data_ranks, size in ((32, 4), (16, 8), (8, 8)):
         for splitting, words in (("split", "gate and up split"), ("fused", "nothing split")):
             overrides = paper.points_of(data_ranks)[f"`train.sh`, {words}"]
