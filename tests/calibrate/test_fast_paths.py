@@ -42,7 +42,7 @@ def test_what_agrees_passes(path: Compared) -> None:
 
 
 def test_a_gram_form_with_the_wrong_result_falls_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a hundredth, which is more than the rounding of the standard form in bf16; and trusted as it may be."""
+    """The result is off by 2%, which is more than the rounding of the standard form in bf16, and it is trusted."""
 
     def wrong(*given: object) -> object:
         result, trusted = gram_newton_schulz(*given)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What nobody has run on a GPU is off there until that GPU has shown it, or until it is asked for by name."""
+"""A fast path that nobody has run on a GPU is off there until that GPU has shown it, or until it is asked for by name."""
 
 from collections.abc import Iterator
 from dataclasses import replace
