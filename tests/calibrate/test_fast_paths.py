@@ -9,7 +9,7 @@ import torch
 from gpu_parts.outcome import Outcome, PartResult, Setup, verified
 
 from canzona_cli.calibrate import fast_paths
-from canzona_cli.calibrate.fast_paths import Compared, compare
+from canzona_cli.calibrate.fast_paths import Compared, compare, compare_all
 from canzona_cli.calibrate.profile import FastPathCheck, Record, verified_paths
 from canzona_cli.config.schema import FastPath
 from canzona_cli.optimizers import graphs, muon, muon_cuda
@@ -39,6 +39,16 @@ def test_what_agrees_passes(path: Compared) -> None:
     check = compare(path, CPU)
     assert check.agrees, check.summary
     assert check.path == path
+
+
+def test_calibration_compares_on_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[None] = []
+    assert compare_all(CPU, lambda: alive.append(None)) == ()
+    passed = FastPathCheck(path="gram", agrees=True, summary="")
+    monkeypatch.setattr(fast_paths, "compare", lambda path, device: replace(passed, path=path))
+    checks = compare_all(torch.device("cuda"), lambda: alive.append(None))
+    assert [check.path for check in checks] == ["gram", "graphs", "fused"], "a single GPU shares nothing"
+    assert len(alive) == len(checks)
 
 
 def test_a_gram_form_with_the_wrong_result_falls_short(monkeypatch: pytest.MonkeyPatch) -> None:
