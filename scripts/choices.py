@@ -4,9 +4,10 @@
     python scripts/choices.py [--gpus 8,64,256,1024] [--sizes qwen3-0.6b,...] [--json FILE] [OVERRIDE ...]
 
 Muon is planned on every GPU profile, SOAP and Shampoo on H100, and Muon on CPU ranks with the built-in profile and with
-a calibrated one. Each run is planned as by `canzona plan` with default settings. The first table shows, for each plan,
-how many of its buckets, matrices or owners use each option. The second table has the sums over all plans. The last line
-lists the options that no plan uses.
+a calibrated one. Each run is planned as by `canzona plan` with default settings, on GPUs with all fast paths verified,
+so that they are chosen by their prices (as shipped, they are off). The first table shows, for each plan, how many of
+its buckets, matrices or owners use each option. The second table has the sums over all plans. The last line lists the
+options that no plan uses.
 
 A plan does not choose the buffer layout by cost. The last column of the first table therefore compares plans with each
 layout: it shows the default, or the layout with the shortest iteration if that is more than 0.1% shorter.
@@ -20,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from simulated_runs import mesh_label, resolved
+from simulated_runs import VERIFIED, mesh_label, resolved
 
 from canzona_cli.bench.simulated import SIZES, parse_gpus
 from canzona_cli.config.schema import BufferLayout, Form, Gathering, Layout, Mode, Reduction, RootMethod, RunConfig
@@ -132,7 +133,8 @@ def rows(gpus: Sequence[int], sizes: Sequence[str], overrides: Sequence[str]) ->
         for count in CPU_RANKS
     ]
     for profile, optimizer, recipe, count in runs:
-        fitting = resolved(recipe, count, [f"cluster={profile}", f"optimizer={optimizer}", *overrides])
+        verified = [VERIFIED] if profile in GPU_PROFILES else []
+        fitting = resolved(recipe, count, [f"cluster={profile}", f"optimizer={optimizer}", *verified, *overrides])
         mesh, used = "does not fit", dict[str, Mapping[str, int]]()
         if fitting is not None:
             config, layout = fitting

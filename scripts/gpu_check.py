@@ -27,7 +27,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import get_args
 
 from gpu_parts.outcome import Outcome, PartResult, Setup, content, table, verified
 
@@ -223,8 +222,10 @@ def part_called(name: str, seconds: float) -> Callable[[Setup], Outcome]:
     if name in ("gram", "graphs", "fused", "hot", "ladder"):
         from gpu_parts import alone
 
-        paths = {path: partial(alone.fast_path, path=path) for path in get_args(alone.Compared)}
-        return {**paths, "hot": alone.hot, "ladder": alone.ladder}[name]
+        alone_parts: dict[str, Callable[[Setup], Outcome]] = {"hot": alone.hot, "ladder": alone.ladder}
+        for path in alone.COMPARED:
+            alone_parts[path] = partial(alone.fast_path, path=path)
+        return alone_parts[name]
     from gpu_parts import one_gpu, two_gpus
 
     parts: Mapping[str, Callable[[Setup], Outcome]] = {

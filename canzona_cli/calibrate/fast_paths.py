@@ -36,6 +36,19 @@ other half is for sums in another order."""
 _LR, _DECAY = 0.02, 0.1
 
 
+def compare_all(device: torch.device, alive: Callable[[], None]) -> tuple[FastPathCheck, ...]:
+    """Compares every fast path that a single GPU can verify; nothing on a CPU, where plans may choose all of them.
+
+    Args:
+        alive: Called before each comparison.
+    """
+    checks = []
+    for path in get_args(Compared) if device.type == "cuda" else ():
+        alive()
+        checks.append(compare(path, device))
+    return tuple(checks)
+
+
 def compare(path: Compared, device: torch.device) -> FastPathCheck:
     """Compares updates with a fast path with updates without it. An error that the fast path raises is an outcome, not
     an error."""

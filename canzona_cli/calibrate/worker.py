@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 from canzona_cli.calibrate.profile import PART_NAMES, Facts, Orders, Part, Record, Recorder, shorten, verified_paths
 from canzona_cli.run.files import RunFiles, append_json_line
@@ -30,7 +29,7 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
         measure_model,
         measure_updates,
     )
-    from canzona_cli.calibrate.fast_paths import Compared, compare
+    from canzona_cli.calibrate.fast_paths import compare_all
     from canzona_cli.calibrate.timing import Team
     from canzona_cli.config.compose import load_resolved
     from canzona_cli.engine.kernels import choose_kernels
@@ -91,14 +90,11 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     with part("updates"):
         # Choose the same kernels as training on this machine.
         choose_kernels(config, device, begin=lambda shape: record.heart.progress())
-        checks = []
-        for path in get_args(Compared) if device.type == "cuda" and rank == 0 else ():
-            record.heart.progress()
-            checks.append(compare(path, device))
-        recorder.report(Record(fast_paths=tuple(checks)))
         if workers.member:
+            checked = Record(fast_paths=compare_all(device, record.heart.progress))
+            recorder.report(checked)
             # Measure updates in the way in which runs with the new profile execute them.
-            verified = verified_paths(config.cluster, Record(fast_paths=tuple(checks)))
+            verified = verified_paths(config.cluster, checked)
             config = replace(config, cluster=replace(config.cluster, verified=verified))
             measure_updates(workers, config, effort, recorder, lambda: time.monotonic() - started)
     parallel.shutdown()

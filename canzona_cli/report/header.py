@@ -94,23 +94,27 @@ def outlook_rows(config: RunConfig, outlook: Outlook) -> Iterator[tuple[str, str
     yield "checkpoints", f"{disk}; saving needs about {size(outlook.host_bytes)} of host memory on each machine"
 
 
-def fast_path_rows(paths: FastPaths, result_s: tuple[float, float], hint: str = "") -> Iterator[tuple[str, str]]:
+def fast_path_rows(paths: FastPaths, result_s: tuple[float, float] | None) -> Iterator[tuple[str, str]]:
     """Yields a row about the fast paths that a run leaves off; nothing if there are none.
 
     Args:
-        result_s: the simulated seconds of the run's step, and of the optimizer in it.
-        hint: how to see the gain if it was not simulated.
+        result_s: the simulated seconds of the run's step, and of the optimizer in it, to compare with the step with
+            the fast paths; None for a short row that refers to -v.
     """
     if not paths.off:
         return
-    words = f"off until verified on these GPUs (canzona doctor --gpu-check): {', '.join(paths.off)}"
+    off = ", ".join(paths.off)
+    if result_s is None:
+        yield "fast paths", f"off until verified here: {off} (see -v)"
+        return
+    words = f"off until verified on these GPUs (canzona doctor --gpu-check): {off}"
     if (once := paths.once_verified) is not None and once.paths:
         after, before = (
             f"{step_time(step_s)} a step, {step_time(optimizer_s)} for the optimizer"
             for step_s, optimizer_s in ((once.iteration_s, once.optimizer_s), result_s)
         )
-        hint = f"once verified ({', '.join(once.paths)}): {after}, instead of {before} (simulated)"
-    yield "fast paths", "; ".join(part for part in (words, hint) if part)
+        words += f"; once verified ({', '.join(once.paths)}): {after}, instead of {before} (simulated)"
+    yield "fast paths", words
 
 
 def _cost(config: RunConfig, outlook: Outlook) -> str:

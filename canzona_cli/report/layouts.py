@@ -88,6 +88,9 @@ class Overview(Page):
             "balance; step: optimizer step; vs lw: layerwise's optimizer step divided by this one; vs AdamW: iteration "
             "overhead over AdamW in this layout; -: layerwise or AdamW does not fit"
         )
+        paths = (path for plan in self.plans if plan.study for path in plan.study.fast_paths(simulated=False).off)
+        if off := ", ".join(dict.fromkeys(paths)):
+            yield note(f"as shipped: off until verified on these GPUs (canzona doctor --gpu-check): {off}")
         first = self.plans[0].config
         yield paragraph(f"To see one in detail: canzona plan recipe={first.name} gpus={first.gpus} --dry-run")
 

@@ -60,7 +60,8 @@ class PlanView(Page):
             yield from section(study, screen)
         if self.assumptions:
             yield from items("Assumptions", study.assumptions, "dim")
-        yield Text()
+        if self.verbose or self.assumptions or compared:
+            yield Text()  # the summary has no line to spare
         yield paragraph(self._file_text())
         yield from map(note, self._hints())
 
@@ -95,7 +96,7 @@ class PlanView(Page):
         busiest = f"{step_time(balance.slowest_s)} of updates on rank {balance.slowest.rank}"
         reached = f"{balance.grid:.3f} (bound {balance.lower_bound:.3f})"
         yield "load balance", f"{reached}: {busiest}, mean {step_time(balance.mean_s)}"
-        yield from self._fast_paths(simulated=False)
+        yield from fast_path_rows(study.fast_paths(simulated=False), None)
 
     def _rows(self) -> Iterator[tuple[str, Text | str]]:
         """Yields the rows of the verbose view."""
@@ -130,17 +131,8 @@ class PlanView(Page):
             weights = f"{communication.dp_gathers:,} ({_bucket_counts(communication.gathered_by)})"
             yield "collectives", f"gradients: {gradients}, weights: {weights}"
         yield "optimizer", self._comparison_text()
-        yield from self._fast_paths(simulated=True)
-
-    def _fast_paths(self, *, simulated: bool) -> Iterator[tuple[str, str]]:
-        """Yields the row about the fast paths that the run leaves off.
-
-        Args:
-            simulated: True to simulate the step with them.
-        """
-        result = self.study.planned.result
-        paths, hint = self.study.fast_paths(simulated=simulated), "" if simulated else "-v shows the gain"
-        yield from fast_path_rows(paths, (result.iteration_s, result.optimizer_s), hint)
+        result = study.planned.result
+        yield from fast_path_rows(study.fast_paths(simulated=True), (result.iteration_s, result.optimizer_s))
 
     def _update_rows(self) -> Iterator[tuple[str, Text | str]]:
         """Yields the rows about the time of updates."""
@@ -193,10 +185,8 @@ class PlanView(Page):
         busy = sum(load > 0 for stage in range(mesh.pp) for load in plan.loads(stage))
         if len(matrices) >= ranks or busy == ranks:
             return text
-        return (
-            f"{text}; fewer matrices than ranks: {ranks - busy:,} of {ranks:,} ranks update none, and the "
-            f"busiest has {self.study.balance.grid:.1f} times the mean load"
-        )
+        idle = f"fewer than ranks: {ranks - busy:,} of {ranks:,} ranks update none"
+        return f"{text}; {idle}" if self.verbose else f"{len(matrices):,}, {idle}"
 
     def _updates(self) -> str:
         """Describes how each shape is orthogonalised, such as `192 of 25,600 × 5,120: gram, 14.8 ms each;

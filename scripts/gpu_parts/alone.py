@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Final
+from typing import Final, get_args
 
 import torch
 
@@ -20,6 +20,8 @@ from canzona_cli.run.records import KernelChoice
 from canzona_cli.run.statistics import Quartiles
 from gpu_parts.outcome import Comparison, Outcome, Setup
 
+COMPARED: Final[tuple[Compared, ...]] = get_args(Compared)
+"""The fast paths that a single GPU can verify."""
 LARGE: Final = (5120, 25600)
 """The shape of the largest matrix of qwen3-32b."""
 SMALL: Final = (256, 512)

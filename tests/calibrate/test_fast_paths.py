@@ -9,7 +9,7 @@ import torch
 from gpu_parts.outcome import Outcome, PartResult, Setup, verified
 
 from canzona_cli.calibrate import fast_paths
-from canzona_cli.calibrate.fast_paths import Compared, compare
+from canzona_cli.calibrate.fast_paths import Compared, compare, compare_all
 from canzona_cli.calibrate.profile import FastPathCheck, Record, verified_paths
 from canzona_cli.config.schema import FastPath
 from canzona_cli.optimizers import graphs, muon, muon_cuda
@@ -41,8 +41,18 @@ def test_what_agrees_passes(path: Compared) -> None:
     assert check.path == path
 
 
+def test_calibration_compares_on_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[None] = []
+    assert compare_all(CPU, lambda: alive.append(None)) == ()
+    passed = FastPathCheck(path="gram", agrees=True, summary="")
+    monkeypatch.setattr(fast_paths, "compare", lambda path, device: replace(passed, path=path))
+    checks = compare_all(torch.device("cuda"), lambda: alive.append(None))
+    assert [check.path for check in checks] == ["gram", "graphs", "fused"], "a single GPU shares nothing"
+    assert len(alive) == len(checks)
+
+
 def test_a_gram_form_with_the_wrong_result_falls_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a hundredth, which is more than the rounding of the standard form in bf16; and trusted as it may be."""
+    """The result is off by 2%, which is more than the rounding of the standard form in bf16, and it is trusted."""
 
     def wrong(*given: object) -> object:
         result, trusted = gram_newton_schulz(*given)  # type: ignore[arg-type]

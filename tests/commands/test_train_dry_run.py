@@ -1,6 +1,7 @@
 """`canzona train --dry-run` shows everything and touches nothing; what cannot run here is refused with ways out."""
 
 import importlib.util
+import json
 import re
 import shlex
 import subprocess
@@ -56,6 +57,23 @@ def test_a_dry_run_says_what_the_run_comes_to(large: subprocess.CompletedProcess
     assert "checkpoints 250 GiB each, 3 kept: 750 GiB" in text
     assert "saving needs about 7.8 GiB of host memory on each machine" in text, "a 32nd"
     assert "epochs about 3,616" in text
+
+
+def test_a_dry_run_says_what_is_off_on_gpus_and_what_it_would_gain(
+    large: subprocess.CompletedProcess[str], tmp_path: Path
+) -> None:
+    """Those that the profile has verified are no longer off, and the run is the one that was announced."""
+    text = " ".join(large.stdout.split())
+    assert "(canzona doctor --gpu-check): gram, graphs, fused, shared; once verified (gram, graphs, fused): " in text
+    run = ("train", "recipe=qwen3-32b", "gpus=256", "--dry-run", "--json")
+    verified = "cluster.verified=[gram,graphs,fused,shared]"
+    before, after = (json.loads(canzona(*run, *more, cwd=tmp_path).stdout) for more in ((), (verified,)))
+    gained = before["fast_paths"]["once_verified"]
+    assert before["fast_paths"]["off"] == ["gram", "graphs", "fused", "shared"]
+    assert after["fast_paths"] == {"off": [], "once_verified": None}
+    tokens_per_s = after["tokens_per_step"] / gained["iteration_s"]
+    assert after["outlook"]["tokens_per_s"] == pytest.approx(tokens_per_s)
+    assert before["outlook"]["tokens_per_s"] < after["outlook"]["tokens_per_s"]
 
 
 def test_the_configuration_is_shown_to_who_asks(tmp_path: Path) -> None:

@@ -237,7 +237,7 @@ def test_weights_move_in_one_pass_as_in_two(
 def test_what_is_left_out_only_decays_even_if_not_finite(
     kind: type[Muon], fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And without the fused kernel, which is private to torch, it is not called."""
+    """A run without the fused kernel, which is private to torch, does not call it."""
     monkeypatch.setattr(muon, "runs_in_blocks", lambda matrix: False)
     filled: list[float] = []
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import gpu_check
 import pytest
@@ -23,6 +23,7 @@ from published import NOTHING_COMPARED, measured_here
 
 from canzona_cli.calibrate.compute import Variant
 from canzona_cli.calibrate.timing import Team
+from canzona_cli.config.schema import Mode
 from canzona_cli.costs.update import flops
 from canzona_cli.errors import WorkerCrashed
 from canzona_cli.model.matrices import layer_shapes
@@ -31,7 +32,7 @@ from canzona_cli.run.statistics import Quartiles
 from tests.sizes import model
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
-ALONE = ("graphs", "hot", "ladder")
+ALONE = ("gram", "graphs", "fused", "hot", "ladder")
 ALGORITHMS = {
     "muon/standard/5": Algorithm(name="muon"),
     "muon/standard/5/stacked": Algorithm(name="muon", stack=True),
@@ -279,6 +280,7 @@ def test_runs_on_a_gpu_are_ones_that_compose(tmp_path: Path) -> None:
         (one_gpu.experts_overrides(setup), 2),
         (two_gpus.overlap_overrides(setup), 2),
         *((two_gpus.split_overrides(setup, axis), 2) for axis in ("tp", "dp", "cp", "pp")),
+        *((two_gpus.shared_overrides(setup, mode), 2) for mode in get_args(Mode)),
     ]
     for overrides, ranks in runs:
         config, layout = fit.resolve(compose_run(list(overrides)).config)

@@ -1,4 +1,4 @@
-"""What nobody has run on a GPU is off there until that GPU has shown it, or until it is asked for by name."""
+"""A fast path that nobody has run on a GPU is off there until that GPU has shown it, or it is asked for by name."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,6 +21,7 @@ from canzona_cli.planner.measures import kinds
 from canzona_cli.planner.plan import Plan
 from canzona_cli.simulate.fast_paths import fast_paths
 from canzona_cli.simulate.predict import simulate_plan
+from tests.cuda_stand_in import DEVICE, cuda_stand_in
 
 PATHS: tuple[FastPath, ...] = get_args(FastPath)
 RUN = (
@@ -155,7 +156,7 @@ class Called(Exception):
 
 @pytest.mark.parametrize("path", [None, "gram", "graphs", "fused"])
 def test_the_engine_takes_no_path_that_is_not_verified(path: FastPath | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The optimizer that the engine makes for a run on GPUs, with whole-tensor passes as there."""
+    """The optimizer is the one that the engine makes for a run on GPUs, on a stand-in for one."""
 
     def called(*_: object, **__: object) -> None:
         raise Called
@@ -171,12 +172,13 @@ def test_the_engine_takes_no_path_that_is_not_verified(path: FastPath | None, mo
     ):
         if of_path == path or of_path not in verified:
             monkeypatch.setattr(name, called)
-    group = Group(Variant(config=config, label="muon"), 512, 4096, torch.device("cpu"))
-    if path is None:
-        group.update()
-    else:
-        with pytest.raises(Called):
+    with cuda_stand_in():
+        group = Group(Variant(config=config, label="muon"), 512, 4096, DEVICE)
+        if path is None:
             group.update()
+        else:
+            with pytest.raises(Called):
+                group.update()
 
 
 def _small(cluster: ClusterConfig) -> RunConfig:
