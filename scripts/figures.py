@@ -41,7 +41,7 @@ PESSIMISTIC = (
     "cluster.matmul_tflops=[[1024,250],[2048,440],[4096,600],[8192,660]]",
     "cluster.sustained_tflops=660",
     "cluster.memory_gb_per_s=2700",
-    "cluster.graph_launch_us=2.5",
+    "cluster.launch_us=10.0",
 )
 """The overrides for a pessimistic H100, with products and memory 10% to 20% slower than in the profile."""
 
