@@ -50,7 +50,7 @@ PESSIMISTIC = (
     "cluster.matmul_tflops=[[1024,250],[2048,440],[4096,600],[8192,660]]",
     "cluster.sustained_tflops=660",
     "cluster.memory_gb_per_s=2700",
-    "cluster.graph_launch_us=2.5",
+    "cluster.launch_us=10.0",
 )
 """The overrides for a pessimistic H100, with products and memory 10% to 20% slower than in the profile."""
 
@@ -157,7 +157,8 @@ def best_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
         caption="The iteration and, in brackets, its optimizer step, each in its own fastest layout: that of `canzona "
         f"train --dry-run recipe={MODEL} gpus=GPUS train.batch_tokens=TOKENS`, with `optimizer=adamw` for AdamW and "
         "`engine.strategy=layerwise` for `layerwise`. Each has the size of buckets (`parallel.bucket_elements`) with "
-        "which it is fastest, and `layerwise` is in its faster TP mode. Updates take as long with any batch, so they cost less of a step with a larger one:",
+        "which it is fastest, and `layerwise` is in its faster TP mode. Updates take as long with any batch, so they "
+        "cost less of a step with a larger one:",
         columns=(
             "GPUs", "tokens a step", "canzona", "AdamW", "`layerwise`", "canzona over AdamW", "`layerwise` over AdamW",
         ),

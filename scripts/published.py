@@ -272,11 +272,10 @@ def optimizer_tables(rows: Sequence[PricedRow]) -> Iterator[str]:
             f"Kernels and steps of optimizers, {words}: {len(chosen)} times, mean absolute error {mean:.1%}, "
             f"from {least:+.1%} to {most:+.1%}"
         )
-    for row in rows:
-        if row.why_not_counted:
-            yield f"* {row.name} on {row.gpu}, not counted: {row.why_not_counted}"
-        if row.note:
-            yield f"{row.name} on {row.gpu}: {row.note}"
+    yield from dict.fromkeys(
+        f"* {row.name}, on {row.gpu}, not counted: {row.why_not_counted}" for row in rows if row.why_not_counted
+    )
+    yield from (f"{row.name}, on {row.gpu}: {row.note}" for row in rows if row.note)
 
 
 def measured_here(check: Mapping[str, Any]) -> Iterator[str]:

@@ -93,7 +93,7 @@ def test_overhead_is_over_adamws_iteration() -> None:
     assert found is not None
     assert planned is not None
     row = line_of(shown(BenchView(result)).partition("Compared")[2], "sc")
-    assert row.endswith(f"{100 * (found.ratio.median - 1):+.1f}% {100 * planned:+.1f}%")
+    assert row.endswith(f"{100 * (found.ratio.median - 1):+.1f}% {100 * planned:+.0f}%")
     assert result.overhead("adamw") is None
     assert bench(("canzona", "sc")).overhead("sc") is None
 

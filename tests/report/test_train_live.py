@@ -23,7 +23,7 @@ from canzona_cli.report.curves import line_chart, progress_bar, sparkline
 from canzona_cli.report.train import ConsoleView, LiveView, PlainView, make_view
 from canzona_cli.report.train_state import History, TrainState
 from canzona_cli.run.records import Note, StageEvent, StepMetrics, ValidationLoss
-from canzona_cli.run.words import clean, count, duration, milliseconds, step_time
+from canzona_cli.run.words import clean, count, duration, milliseconds, predicted_overhead, step_time
 from tests.run.runs import CONFIG, CORPUS, LAYOUT, STEPS, metrics
 from tests.waiting import PATIENCE_S
 
@@ -448,6 +448,10 @@ def test_a_chart_has_the_size_asked_for(points: list[tuple[float, float]]) -> No
         (count, 3.12e10, "31.2 B"),
         (milliseconds, 0.0000412, "0.041"),
         (milliseconds, 1.2041, "1,204"),
+        (predicted_overhead, 0.0066, "+1%"),
+        (predicted_overhead, -0.134, "-13%"),
+        (predicted_overhead, 0.0049, "<1%"),
+        (predicted_overhead, None, "-"),
         (step_time, 0.0841, "84.1 ms"),
         (step_time, 2.314, "2.31 s"),
         (clean, "a\x1b[1m\u202eb", "a\\x1b[1m\\u202eb"),

@@ -9,7 +9,7 @@ import pytest
 
 from canzona_cli.bench.simulated import run_simulation
 from canzona_cli.planner.make import make_plan
-from canzona_cli.run.words import milliseconds, step_time
+from canzona_cli.run.words import milliseconds, predicted_overhead, step_time
 from canzona_cli.simulate.predict import simulate_plan
 
 
@@ -28,13 +28,7 @@ def test_a_row_without_pipeline_stages_is_what_bench_simulate_says() -> None:
     assert canzona == step_time(study.result("canzona").optimizer_s)
     assert layerwise == step_time(study.result("layerwise").optimizer_s)
     assert sc == "-", "it does not fit"
-    whole = [figures.rough_overhead(study.overhead(name)) for name in ("canzona", "layerwise")]
-    assert shares == f"{', '.join(whole)}, -"
-
-
-@pytest.mark.parametrize(("share", "text"), [(0.0066, "+1%"), (-0.004, "0%"), (0.185, "+18%"), (None, "-")])
-def test_overheads_have_no_more_digits_than_are_known(share: float | None, text: str) -> None:
-    assert figures.rough_overhead(share) == text
+    assert shares == ", ".join(predicted_overhead(study.overhead(name)) for name in ("canzona", "layerwise")) + ", -"
 
 
 @pytest.mark.sweep
@@ -49,7 +43,7 @@ def test_yardsticks_stand_in_their_own_best_layouts_and_what_does_not_fit_has_a_
     rows = figures.best_table([8], []).rows
     assert [row[1] for row in rows] == ["1 M", "4 M", "16 M"]
     assert rows[0][3] == step_time(adamw.iteration_s)
-    assert rows[0][5] == figures.rough_overhead(figures.relative_overhead(studied, adamw))
+    assert rows[0][5] == predicted_overhead(figures.relative_overhead(studied, adamw))
     assert figures.best_table([1], []).rows[0] == ["1", "1 M", *["-"] * 5]
 
 
