@@ -8,7 +8,7 @@ import torch
 from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz
 from torch.utils.flop_counter import FlopCounterMode
 
-from canzona_cli.costs.tp_modes import distributed_seconds, distributed_work, uncut_side
+from canzona_cli.costs.tp_modes import distributed_time, distributed_work, uncut_side
 from canzona_cli.costs.update import seconds
 from canzona_cli.optimizers.facts import Algorithm
 from tests import sizes
@@ -43,4 +43,4 @@ def test_a_fragment_takes_less_time_than_the_matrix_and_more_than_its_share(tp: 
     for matrix in (sizes.matrix(0, 51200, 5120, 0), sizes.matrix(0, 5120, 25600, 1)):
         shape = matrix.shape
         whole_s = seconds(MUON, *shape, H100, "megatron")
-        assert whole_s / tp < distributed_seconds(MUON, matrix, tp, H100) < whole_s
+        assert whole_s / tp < distributed_time(MUON, matrix, tp, H100).alone_s < whole_s
