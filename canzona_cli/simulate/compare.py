@@ -18,12 +18,14 @@ from canzona_cli.config.execution import (
     RELEASED_TP_MODES,
     AnyStrategy,
     has_tp_modes,
+    splitting_of,
     with_strategy,
     with_tp_mode,
 )
 from canzona_cli.config.schema import Form, KroneckerConfig, Layout, MomentumConfig, MuonTpMode, RunConfig
 from canzona_cli.costs.memory import capacity, estimate
 from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.model.shapes import ModelShapes
 from canzona_cli.planner.least import Updates, updates
 from canzona_cli.planner.make import make_plan, plan_unbounded
@@ -286,7 +288,7 @@ def study_run(
         if name in plans:
             strategies[name] = _simulate_plan(simulated, layout, plans[name], memories[name], stage)
         else:
-            strategies.update(_simulate_unplanned(simulated, layout, name, plan, stage))
+            strategies.update(_simulate_unplanned(simulated, layout, name, plan, stage, shapes))
     return Study(
         config=config,
         layout=layout,
@@ -317,16 +319,20 @@ def _simulate_plan(config: RunConfig, layout: Layout, plan: Plan, memory: PlanMe
 
 
 def _simulate_unplanned(
-    config: RunConfig, layout: Layout, strategy: AnyStrategy, plan: Plan, stage: int
+    config: RunConfig, layout: Layout, strategy: AnyStrategy, plan: Plan, stage: int, shapes: ModelShapes | None
 ) -> Iterator[tuple[str, SimulatedStrategy]]:
-    """Simulates a strategy without a plan; yields its entries of `Study.strategies`.
+    """Simulates a strategy without a plan; yields its entries of `Study.strategies`. Megatron's own optimizers cannot
+    update gate and up apart, so they have their own matrices (`splitting_of`), as when they run.
 
     Args:
-        plan: the plan whose matrices the strategy updates.
+        plan: the plan whose matrices the strategy updates if it can, or if they are the user's own `shapes`.
         stage: the stage of `SimulatedStrategy.loads`.
     """
     config = with_strategy(config, strategy)
-    workload = workload_without_plan(config, layout, strategy, plan.matrices)
+    members = plan.matrices
+    if shapes is None and strategy != "adamw" and splitting_of(config) != config.engine.splitting:
+        members = matrices_of(config.model, layout, splitting_of(config))
+    workload = workload_without_plan(config, layout, strategy, members)
     modes: tuple[MuonTpMode | None, ...] = (None,)
     if layout.tp > 1 and has_tp_modes(config):
         modes = get_args(MuonTpMode) if strategy == "layerwise" else RELEASED_TP_MODES
