@@ -168,7 +168,10 @@ def _time(group: Kernels, row: KernelRow, count: int, m: int, n: int, cluster: C
         case "eigh":
             each = duration(Work(eigh=(m,)), "fp32", cluster)
         case "newton_schulz":
-            each = duration(_newton_schulz(group, row.steps, m, n), "bf16", cluster, stacked)
+            work = _newton_schulz(group, row.steps, m, n)
+            # A batch launches every kernel once.
+            work = replace(work, launches=work.launches / (count if group.batched else 1))
+            each = duration(work, "bf16", cluster, stacked)
     return UpdateTime(count * each.device_s, count * each.host_s)
 
 

@@ -422,35 +422,35 @@ def duration(work: Work, unit: Unit, cluster: ClusterConfig, stacked: int = 1, *
     """Returns the time of a matrix's work if it is updated in a stack of `stacked` matrices.
 
     A batched matmul runs at the rate of a single matmul of the same volume and needs one launch. Symmetric
-    kernels are used only in bf16 and only for matrices that are not stacked. No kernel of a GPU takes less
-    than `graph_launch_us`.
+    kernels are used only in bf16 and only for matrices that are not stacked. On a GPU every kernel takes
+    `graph_launch_us` besides its work, but no more than its launch.
 
     Args:
         replayed: True if a CUDA graph replays the kernels, so that the host launches none of them.
     """
-    on_gpu = cluster.device == "cuda"
-    least_s = 1e-6 * min(cluster.launch_us, cluster.graph_launch_us) if on_gpu else 0.0
 
-    def matmul(count: float, factor: float, m: int, k: int, n: int) -> float:
-        return count * max(factor * matmul_seconds(cluster, stacked * m, k, n, unit), least_s) / stacked
+    def matmul(m: int, k: int, n: int) -> float:
+        return matmul_seconds(cluster, stacked * m, k, n, unit) / stacked
 
     unstacked_launches = min(work.launches, MUON_AROUND)  # not fewer in a stack
     launches = unstacked_launches + (work.launches - unstacked_launches) / stacked
-    matmuls = sum(count for count, *_ in (*work.matmuls, *work.symmetric)) / stacked
     fp32_rate, column_s = matmul_rate(cluster, 1.0, "fp32"), COLUMN_S[cluster.device]
     qr_rate = (cluster.qr_tflops * 1e12) if cluster.qr_tflops else fp32_rate / 4
     eigh_rate = (cluster.eigh_tflops * 1e12) if cluster.eigh_tflops else fp32_rate / 25
     halved = cluster.symmetric_factor if unit == "bf16" and stacked == 1 else 1.0
     device_s = (
-        sum(matmul(count, 1.0, m, k, n) for count, m, k, n in work.matmuls)
-        + sum(matmul(count, halved, m, k, m) for count, m, k in work.symmetric)
+        sum(count * matmul(m, k, n) for count, m, k, n in work.matmuls)
+        + sum(count * halved * matmul(m, k, m) for count, m, k in work.symmetric)
         + work.qr_flops / qr_rate
         + sum(column_s * n for _, n in work.qr)
         + sum(9.0 * n**3 / eigh_rate + EIGH_PASSES * column_s * n for n in work.eigh)
-        + max(work.traffic / memory_rate(cluster), (launches - matmuls) * least_s)
+        + work.traffic / memory_rate(cluster)
     )
     host_s = launches * cluster.launch_us * 1e-6
-    return UpdateTime(device_s, 0.0 if replayed else host_s) if on_gpu else UpdateTime(device_s + host_s)
+    if cluster.device == "cpu":
+        return UpdateTime(device_s + host_s)
+    device_s += min(host_s, launches * cluster.graph_launch_us * 1e-6)
+    return UpdateTime(device_s, 0.0 if replayed else host_s)
 
 
 RULES: Mapping[str, Rule] = {name: facts.rule for name, facts in known_optimizers().items()}

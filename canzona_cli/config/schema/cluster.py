@@ -165,7 +165,7 @@ class ClusterConfig(HashedOnce):
         NotNegative, "Time in which the host launches one operation. A GPU runs earlier operations meanwhile."
     ] = 5.0
     graph_launch_us: Annotated[
-        NotNegative, "Least time of a kernel on a GPU, to which a CUDA graph reduces the time of a small operation."
+        NotNegative, "Time of a kernel on a GPU besides its work, which is what a CUDA graph leaves of a launch."
     ] = 1.0
     verified: Annotated[
         tuple[FastPath, ...],
