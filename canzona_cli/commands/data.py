@@ -49,8 +49,8 @@ def prepare(
     format: Annotated[
         Literal["auto", "text", "jsonl", "parquet"],
         Option(
-            help="auto: .jsonl, .ndjson and .parquet by name, other files as text, except .json, .csv and .tsv, which need "
-            "a choice; standard input by its first bytes."
+            help="auto: .jsonl, .ndjson and .parquet by name, other files as text, except .json, .csv and .tsv, which "
+            "need a choice; standard input by its first bytes."
         ),
     ] = "auto",
     text_key: Annotated[
