@@ -49,18 +49,18 @@ def prepare(
     format: Annotated[
         Literal["auto", "text", "jsonl", "parquet"],
         Option(
-            help="auto: .jsonl, .ndjson and .parquet by name, other files as text, except .json, which needs a choice; "
-            "standard input by its first bytes."
+            help="auto: .jsonl, .ndjson and .parquet by name, other files as text, except .json, .csv and .tsv, which "
+            "need a choice; standard input by its first bytes."
         ),
     ] = "auto",
     text_key: Annotated[
-        str, Option(metavar="NAME", help="The JSONL field or Parquet column that contains the text.")
+        str, Option(metavar="NAME", help="The field or column that contains the text; NAME.NAME for a nested one.")
     ] = "text",
     template: Annotated[
         str,
         Option(
             metavar="TEXT",
-            help="Make a document from several JSONL fields: '{question}\\n{answer}'; or from the messages in the list "
+            help="Make a document from several fields: '{question}\\n{answer}'; or from the messages in the list "
             "that --text-key names: '{role}: {content}\\n'.",
             show_default=False,
         ),

@@ -28,6 +28,7 @@ from canzona_cli.data.reading import (
     DocumentUnit,
     Reader,
     ReadSettings,
+    fix_of,
     open_source,
     piece_bytes,
     pieces,
@@ -231,7 +232,7 @@ def _tokenise(
         if isinstance(result, Encoded):
             tally.add(result.tally)
             writer.add(result.tokens, result.lengths, result.last)
-            _refuse_bad_lines(tally, settings.max_bad)
+            _refuse_bad_lines(tally, settings.max_bad, recipe.read.text_key)
         else:
             tally.add(result)
             finished_inputs += 1
@@ -282,7 +283,7 @@ def _make_tokenizer(
                 for piece in pieces(item, read_settings, tally):
                     tally.text_bytes += len(piece.data)
                     yield piece.data
-                _refuse_bad_lines(tally, settings.max_bad)
+                _refuse_bad_lines(tally, settings.max_bad, read_settings.text_key)
 
     def sample() -> Iterator[bytes]:
         nonlocal sample_bytes, is_sample
@@ -375,7 +376,7 @@ def _copy(source: Source, target: Path, on_progress: OnProgress) -> int:
     return copied_bytes
 
 
-def _refuse_bad_lines(tally: Tally, limit: int) -> None:
+def _refuse_bad_lines(tally: Tally, limit: int, key: str) -> None:
     """Checks that no more than `limit` lines were skipped.
 
     Raises:
@@ -383,12 +384,12 @@ def _refuse_bad_lines(tally: Tally, limit: int) -> None:
     """
     if tally.bad <= limit:
         return
-    fix = "name the field with --text-key NAME, or join several fields with --template '{question}\\n{answer}'"
+    skip = ""
     if tally.text_bytes:
         option = f"--max-bad {max(10, 2 * tally.bad)}" if limit == 0 else "a higher --max-bad"
-        fix += f"; to skip these lines, use {option}"
+        skip = f"; to skip these lines, use {option}"
     refuse(
-        Problem("INPUT", bad.kind + bad.detail, fix, value=f"{bad.path}:{bad.line}")
+        Problem("INPUT", bad.kind + bad.detail, fix_of(bad, key) + skip, value=f"{bad.path}:{bad.line}")
         for bad in tally.bad_lines[:_MAX_BAD_LINES_SHOWN]
     )
 

@@ -64,9 +64,6 @@ def prepare(request: PrepareRequest, on_progress: OnProgress) -> BuiltPair:
         problems.append(Problem("INPUT", "there are no inputs", "name files, folders, - or stdlib"))
     problems += _setting_problems(request)
     problems += _output_problems(prefix, sources, request)
-    if request.template and any(source.format == "parquet" for source in sources):
-        reason, fix = "is for JSONL, and Parquet has one column of text", "leave it out, or write JSONL"
-        problems.append(Problem("--template", reason, fix, value=request.template))
     environment = [*_disk_problems(prefix, sources, request), *_package_problems(sources)]
     if problems:
         raise ConfigError(*problems, *environment)

@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import lzma
+import re
 import select
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final, Literal, NamedTuple, cast
 
 from canzona_cli.data.sidecar import BadLine, InputRecord, Tally
-from canzona_cli.data.sources import Source, input_error
-from canzona_cli.data.template import Unfilled, fill
+from canzona_cli.data.sources import Source, input_error, json_array_error
+from canzona_cli.data.template import MISSING, Unfilled, fields_of, fill, names_of, text_of, value_of
 from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
 
 if TYPE_CHECKING:
@@ -154,6 +155,8 @@ class Reader:
         if head.startswith(_UTF8_BOM):
             stream.read(len(_UTF8_BOM))
             head = head.removeprefix(_UTF8_BOM)
+        if source.format == "jsonl" and head.lstrip().startswith(b"["):
+            raise json_array_error(source.label)
         if source.format == "jsonl" or (source.format == "auto" and head.lstrip().startswith(b"{")):
             yield from _batches(source.label, "jsonl", _read_lines(stream))
         elif self.settings.document == "line":
@@ -175,33 +178,41 @@ class Reader:
             size = stream.tell()
         tally.records.append(InputRecord(path=source.label, bytes=size, sha256=digest))
         bytes_before = self.bytes_read
-        yield from _batches(source.label, "rows", self._parquet_texts(source.path))
+        form: Literal["rows", "jsonl"] = "jsonl" if self.settings.template else "rows"
+        yield from _batches(source.label, form, self._parquet_texts(source.path))
         self.bytes_read = bytes_before + size
 
     def _parquet_texts(self, path: Path) -> Iterator[bytes | None]:
         """Yields the texts of a Parquet column, and None for each null. Texts are bytes, because they may not
-        be valid UTF-8.
+        be valid UTF-8. With a template, yields rows as JSON.
 
         Raises:
             ConfigError: there is no such column, or it is not a column of text.
             _DamagedParquet: the file cannot be read.
         """
         from pyarrow import ArrowException, large_binary
+        from pyarrow.compute import struct_field
         from pyarrow.parquet import ParquetFile
 
-        column = self.settings.text_key
+        column, template = self.settings.text_key, self.settings.template
         try:
             with ParquetFile(path, memory_map=True) as file:
-                _check_column(path, file, column)
+                fields = fields_of(template) if template else ()
+                columns = _columns(path, file, column, fields)
                 bytes_before = self.bytes_read
                 file_bytes = path.stat().st_size
                 all_rows = max(1, file.metadata.num_rows)
                 rows = 0
-                for batch in file.iter_batches(_PARQUET_ROWS, columns=[column], use_threads=False):
-                    yield from batch.column(column).cast(large_binary()).to_pylist()
+                for batch in file.iter_batches(_PARQUET_ROWS, columns=columns, use_threads=False):
+                    if template:
+                        yield from (json.dumps(row, default=str).encode() for row in batch.to_pylist())
+                    else:
+                        inner = [] if column in file.schema_arrow.names else column.split(".")[1:]
+                        texts = struct_field(batch.column(0), inner) if inner else batch.column(column)
+                        yield from texts.cast(large_binary()).to_pylist()
                     rows += batch.num_rows
                     self.bytes_read = bytes_before + file_bytes * rows // all_rows
-        except ArrowException as error:
+        except (ArrowException, UnicodeDecodeError) as error:
             raise _DamagedParquet(str(error).partition("\n")[0]) from error
 
 
@@ -407,15 +418,40 @@ def _jsonl_text(line: bytes, settings: ReadSettings) -> str:
             return fill(settings.template, record, key)
         except Unfilled as error:
             raise _BadText("does not fill --template", str(error)) from None
-    if key not in record:
-        names = ", ".join(repr(name) for name in list(record)[:8]) or "nothing"
-        raise _BadText(f"no field {key!r}", f"; it has {names}")
-    text = record[key]
-    if isinstance(text, list):
-        raise _BadText("no text", f": field {key!r} is a list; for messages, add --template '{{role}}: {{content}}\\n'")
-    if not isinstance(text, str):
-        raise _BadText("no text", f": field {key!r} is a {type(text).__name__}")
-    return text
+    value = value_of(record, key)
+    if value is MISSING:
+        raise _BadText(f"no field {key!r}", f"; it has {names_of(record)}")
+    try:
+        return text_of(value, key)
+    except Unfilled as error:
+        raise _BadText("no text", f"{error}") from None
+
+
+CHAT: Final = "--template '{role}: {content}\\n'"
+"""The option that reads chats."""
+_CONVERT: Final = "convert it: iconv -f ISO-8859-1 -t UTF-8 FILE > NEW"
+_OBJECTS: Final = "write one object per line; or use --format text, which takes lines as they are"
+_FIXES: Final = {
+    "not UTF-8": _CONVERT,
+    "not JSON": _OBJECTS,
+    "not an object": _OBJECTS,
+    "too long": "cut the text into several lines",
+    "does not fill --template": "name fields with text that every line has",
+    "no text": "name a field with text with --text-key NAME, NAME.NAME for a nested one",
+}
+
+
+def fix_of(bad: BadLine, key: str) -> str:
+    """Returns the fix of a line that has no usable text.
+
+    Args:
+        key: the field that was looked for.
+    """
+    if match := re.search(r"'([^']+)' \(a chat\)|field '([^']+)' is a list with a message", bad.detail):
+        chat = match[1] or match[2]
+        return CHAT if chat == key else f"--text-key {chat} {CHAT}"
+    named = "name the field with --text-key NAME, NAME.NAME for a nested one, or join several with --template"
+    return _FIXES.get(bad.kind, f"{named} '{{question}}\\n{{answer}}'")
 
 
 def _binary_error(label: str, head: bytes) -> ConfigError:
@@ -424,17 +460,39 @@ def _binary_error(label: str, head: bytes) -> ConfigError:
     return input_error(label, f"not text: {kind}", fixes.get(kind, "give text as UTF-8, or JSONL"))
 
 
-def _check_column(path: Path, file: "ParquetFile", column: str) -> None:
-    """Raises a ConfigError unless a Parquet file has exactly one column of this name, with text."""
+def _columns(path: Path, file: "ParquetFile", column: str, fields: Sequence[str]) -> list[str]:
+    """Returns the columns of a Parquet file to read: the column of text, which may be a field of a nested one
+    (`a.b`), or those of a template's fields, and the column of chats.
+
+    Raises:
+        ConfigError: there is no such column, there are several, or it does not contain text.
+    """
     from pyarrow import types
 
     schema = file.schema_arrow
-    if column not in schema.names:
-        reason, fix = f"has no column {column!r}", f"--text-key NAME, one of {', '.join(schema.names[:20])}"
-    elif schema.names.count(column) > 1:
-        reason, fix = f"has several columns {column!r}", "write it again with a different name for each column"
-    elif not (types.is_string(kind := schema.field(column).type) or types.is_large_string(kind)):
-        reason, fix = f"its column {column!r} contains {kind}, not text", "--text-key NAME, a column with text"
+    chats = [name for name in schema.names if "struct<" in str(kind := schema.field(name).type) and types.is_list(kind)]
+    wanted = list(dict.fromkeys([column, *fields]))
+    tops = {name: name if name in schema.names else name.split(".")[0] for name in wanted}
+    columns = [top for top in dict.fromkeys(tops.values()) if top in schema.names]
+    kind = schema.field(tops[column]).type if tops[column] in columns else None
+    for part in [] if column in schema.names else column.split(".")[1:]:
+        found = kind is not None and types.is_struct(kind) and kind.get_field_index(part) >= 0
+        kind = kind.field(part).type if kind is not None and found else None
+    if repeated := [name for name in columns if schema.names.count(name) > 1]:
+        reason = f"has several columns {repeated[0]!r}"
+        fix = "write it again with a different name for each column"
+    elif fields:
+        if columns:
+            return columns
+        reason, fix = "has no column of the template's fields", f"its columns are {', '.join(schema.names[:20])}"
+        fix = f"--text-key {chats[0]}" if chats else fix
+    elif kind is None:
+        reason = f"has no column {column!r}"
+        fix = f"--text-key NAME, one of {', '.join(schema.names[:20])}; NAME.NAME for a nested one"
+        fix = f"--text-key {chats[0]} {CHAT}" if chats else fix
+    elif types.is_string(kind) or types.is_large_string(kind):
+        return [column]
     else:
-        return
+        reason = f"its column {column!r} contains {kind}, not text"
+        fix = CHAT if column in chats else "--text-key NAME, a column with text; NAME.NAME for a nested one"
     raise ConfigError(Problem("INPUT", reason, fix, value=str(path)))

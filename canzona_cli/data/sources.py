@@ -25,6 +25,7 @@ InputFormat = Literal["auto", "text", "jsonl", "parquet"]
 STDIN = "-"
 STDLIB = "stdlib"
 _JSONL = (".jsonl", ".ndjson")
+_TABLES = (".csv", ".tsv")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _EXCLUDED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 _GENERATED = "_sysconfigdata"
@@ -102,6 +103,17 @@ def _folder_sources(folder: Path, format: InputFormat) -> list[Source]:
 def _file_source(path: Path, format: InputFormat, *, from_folder: bool = False) -> Source:
     suffixes = path.suffixes[:-1] if path.suffix in _COMPRESSED else path.suffixes
     suffix = suffixes[-1] if suffixes else ""
+    if format == "auto" and suffix == ".json" and not from_folder and _is_array(path):
+        raise json_array_error(str(path))
+    if format == "auto" and suffix in _TABLES and not from_folder:
+        delimiter = ", delimiter='\\t'" if suffix == ".tsv" else ""
+        rows = f"csv.DictReader(open({str(path)!r}, newline='', encoding='utf-8'){delimiter})"
+        convert = f'python -c "import csv, json; [print(json.dumps(row)) for row in {rows}]" > {path.stem}.jsonl'
+        raise input_error(
+            str(path),
+            f"{suffix} may be a table, or text of which each line is one",
+            f"use --format text to train on the lines as they are, or convert the table: {convert}",
+        )
     if format == "auto" and suffix == ".json" and not from_folder:
         raise input_error(
             str(path),
@@ -116,6 +128,19 @@ def _file_source(path: Path, format: InputFormat, *, from_folder: bool = False) 
         raise input_error(str(path), "cannot be read: Permission denied", "check its permissions")
     size = path.stat().st_size if path.is_file() else None  # a named pipe has no size
     return Source(label=str(path), path=path, format=kind, size=size, from_folder=from_folder)
+
+
+def json_array_error(label: str) -> ConfigError:
+    """Returns the error for a file that is one JSON array."""
+    return input_error(label, "is a JSON array, not one object per line", "jq -c '.[]' FILE > FILE.jsonl")
+
+
+def _is_array(path: Path) -> bool:
+    """Returns True if the first character of a regular file is the bracket of a JSON array."""
+    if not path.is_file() or not os.access(path, os.R_OK):
+        return False
+    with path.open("rb") as file:
+        return file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
 
 
 def _suggestion(path: Path) -> str:

@@ -95,6 +95,9 @@ class ByteTokenizer:
         parts = (bytes([token]) if token < BYTE_VALUES else REPLACEMENT.encode() for token in ids)
         return b"".join(parts).decode(errors="replace")
 
+    unknown: None = None
+    """The id of text that the vocabulary does not have; always None."""
+
     def to_json(self) -> None:
         """Returns None, because this tokenizer needs no tokenizer.json."""
 
@@ -136,9 +139,17 @@ class JsonTokenizer:
         return [narrow(encoding.ids, self.vocab_size) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of token ids; special tokens and unknown ids are skipped."""
-        text: str = self.backend.decode(list(ids))
+        """Returns the text of token ids, with special tokens as they are written; unknown ids are skipped."""
+        text: str = self.backend.decode(list(ids), skip_special_tokens=False)
         return text
+
+    @property
+    def unknown(self) -> int | None:
+        """The id of all text that the vocabulary does not have; None if every text can be encoded."""
+        model = json.loads(self.backend.to_str())["model"]
+        token = model.get("unk_token")
+        number = model.get("unk_id") if token is None else self.backend.token_to_id(token)
+        return number if isinstance(number, int) else None
 
     def to_json(self) -> str:
         """Returns the contents of its tokenizer.json."""

@@ -14,6 +14,8 @@ from canzona_cli.data.tokenizers import TokenArray, Tokenizer
 
 BINS = 6
 """The maximum number of bars in the histogram of lengths."""
+MOST_COUNTED = 1 << 26
+"""The maximum number of tokens among which unknown ones are counted: a tenth of a second."""
 END = "[end of document]"
 """The line that stands for an end-of-document token."""
 
@@ -47,6 +49,19 @@ class LengthSummary:
 
 
 @dataclass(frozen=True, kw_only=True)
+class UnknownTokens:
+    """The tokens that stand for text which the tokenizer's vocabulary does not have."""
+
+    tokens: int
+    counted: int
+    """The number of tokens, from the start of the data, among which they were counted."""
+
+    @property
+    def share(self) -> float:
+        return self.tokens / max(1, self.counted)
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataView:
     """One prepared pair in readable form."""
 
@@ -59,6 +74,8 @@ class DataView:
     sequence: str | None
     """The text of one training sequence, with `END` between documents; None if it was not requested or the
     tokenizer is unknown."""
+    unknown: UnknownTokens | None
+    """The tokens that stand for unknown text; None if the tokenizer has no such token, or is not known."""
     sequence_documents: int
     """The number of documents in the sequence, including an incomplete last one."""
 
@@ -87,10 +104,30 @@ def view(prefix: Path, *, documents: int, tokens: int, seq_length: int | None) -
         pair=pair,
         sidecar=sidecar,
         lengths=_length_summary(np.diff(ends, prepend=0)),
+        unknown=_unknown_tokens(ids, tokenizer),
         documents=tuple(_documents(ids, ends[:documents].tolist(), tokens, tokenizer)),
         sequence=sequence,
         sequence_documents=0 if sequence is None else int(np.searchsorted(ends, min(seq_length or 0, ids.size))) + 1,
     )
+
+
+def count_unknown(prefix: Path) -> UnknownTokens | None:
+    """Counts the unknown tokens of a prepared pair; returns None if its tokenizer has no such token.
+
+    Raises:
+        ConfigError: the pair is missing, or a file of it is damaged.
+    """
+    pair = inspect_pair(prefix)
+    sidecar = load_sidecar(pair)
+    tokenizer = None if sidecar is None else saved_tokenizer(pair.prefix, sidecar.tokenizer, sidecar.eod)
+    return _unknown_tokens(np.memmap(bin_path(pair.prefix), dtype=pair.dtype, mode="r"), tokenizer)
+
+
+def _unknown_tokens(ids: TokenArray, tokenizer: Tokenizer | None) -> UnknownTokens | None:
+    if tokenizer is None or tokenizer.unknown is None:
+        return None
+    counted = ids[:MOST_COUNTED]
+    return UnknownTokens(tokens=int(np.count_nonzero(counted == tokenizer.unknown)), counted=counted.size)
 
 
 def _documents(ids: TokenArray, ends: list[int], most: int, tokenizer: Tokenizer | None) -> Iterator[ShownDocument]:

@@ -14,7 +14,7 @@ from canzona_cli.data.build import BuiltPair, OnProgress
 from canzona_cli.data.build import Progress as BuildProgress
 from canzona_cli.data.prepare import train_command
 from canzona_cli.data.sidecar import Sidecar
-from canzona_cli.data.view import DataView
+from canzona_cli.data.view import DataView, UnknownTokens, count_unknown
 from canzona_cli.report.page import joined
 from canzona_cli.run.words import clean, count, plural, size
 
@@ -82,7 +82,7 @@ def print_prepared(built: BuiltPair) -> None:
     files = [("file", f"{path} ({size(path.stat().st_size)})") for path in built.files]
     _print_rows(console, [*_facts_of(built.sidecar), *files])
     command = train_command(built)
-    for note in _notes(built, command):
+    for note in [*_unknown_notes(count_unknown(built.prefix)), *_notes(built, command)]:
         console.print(joined((f"{'note':<11}", "yellow"), note), soft_wrap=True)
     console.print(Text("\nTrain on this data (with any recipe whose vocabulary covers the ids):"))
     console.print(Text(f"  {command}", style="bold"), soft_wrap=True)
@@ -124,6 +124,7 @@ def print_data(shown: DataView, *, verbose: bool) -> None:
     """
     console = Console(highlight=False)
     pair, lengths = shown.pair, shown.lengths
+    unknown = [*_unknown_notes(shown.unknown)]
     if shown.sidecar is not None:
         _print_rows(console, _facts_of(shown.sidecar))
     else:
@@ -131,6 +132,7 @@ def print_data(shown: DataView, *, verbose: bool) -> None:
         _print_rows(console, [("documents", f"{pair.documents:,}"), ("tokens", facts)])
     spread = f"{lengths.least:,} to {lengths.most:,}, median {lengths.median:,}, mean {lengths.mean:,.0f}"
     _print_rows(console, [("lengths", f"{spread}, 90% up to {lengths.p90:,} tokens")])
+    _print_rows(console, [("unknown", text) for text in unknown])
     largest = max(documents for _, documents in lengths.histogram)
     for most, documents in lengths.histogram:
         bar = "█" * -(-_BAR * documents // largest)
@@ -161,6 +163,7 @@ def data_content(shown: DataView) -> dict[str, object]:
         "documents": shown.pair.documents,
         "tokenizer": None if shown.sidecar is None else shown.sidecar.tokenizer,
         "lengths": asdict(shown.lengths),
+        "unknown": None if shown.unknown is None else asdict(shown.unknown),
         "shown": [asdict(document) for document in shown.documents],
         "sequence": shown.sequence,
     }
@@ -180,6 +183,13 @@ def _dropped(sidecar: Sidecar) -> str:
     named = ", ".join(f"{line.path}:{line.line}" for line in sidecar.bad_lines[:_MOST_NAMES])
     more = f" and {bad - _MOST_NAMES:,} more, listed in the .json" if bad > _MOST_NAMES else ""
     return f"{total:,}: {counts}" + (f" ({named}{more})" if named else "")
+
+
+def _unknown_notes(unknown: UnknownTokens | None) -> Iterator[str]:
+    if unknown is not None and unknown.tokens:
+        share = f"{unknown.share:.1%}" if unknown.share >= 0.001 else "less than 0.1%"
+        tokens = f"{unknown.tokens:,} of {unknown.counted:,} tokens ({share})"
+        yield f"{tokens} stand for text that the tokenizer does not know, and which is lost; --tokenizer bpe loses none"
 
 
 def _notes(built: BuiltPair, command: str) -> Iterator[str]:

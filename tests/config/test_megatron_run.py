@@ -100,10 +100,12 @@ def test_a_log_is_read_in_any_prefix_and_all_that_a_run_prints_counts(tmp_path: 
     """A line between the arguments, such as another rank's, is not one of them."""
     lines = [f"[default0]:{line}" for line in printed(tmp_path).splitlines()]
     lines.insert(3, "[default3]:NCCL version 2.27.5+cuda12.9")
+    lines.insert(-1, "[default3]: hidden_size  1024")
     lines += ["[default0]: > padded vocab (size: 50257) with 47 dummy tokens (new size: 50304)"]
     run = read(tmp_path, "\r\n".join(["setting up", *lines, "[default0]:building GPT model ..."]))
     assert (run.assumed, run.not_understood, run.overrides["model.vocab_size"]) == ((), (), "50304")
-    assert config_of(run).gpus == 8
+    config = config_of(run)
+    assert (config.gpus, config.model.hidden_size) == (8, 512)
 
 
 def test_arguments_that_a_log_does_not_have_are_listed(tmp_path: Path) -> None:

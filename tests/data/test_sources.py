@@ -222,7 +222,7 @@ def test_folders_and_globs_are_sorted_hidden_files_left_out_and_nothing_read_twi
 
 def test_every_wrong_input_is_told_at_once_with_near_names(tmp_path: Path) -> None:
     (tmp_path / "wiki.txt").write_text("x")
-    (tmp_path / "a.json").write_text("[]")
+    (tmp_path / "a.json").write_text("{}")
     (tmp_path / "empty").mkdir()
     error = fails(tmp_path / "wikki.txt", tmp_path / "*.zz", tmp_path / "a.json", tmp_path / "empty")
     reasons = [p.reason for p in error.problems]
