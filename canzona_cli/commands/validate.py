@@ -38,7 +38,6 @@ def validate(
     from canzona_cli.config.compose import compose_run
     from canzona_cli.costs.sharing import mode_warnings
     from canzona_cli.launch.resume import choose_resumption
-    from canzona_cli.launch.resumed_data import check_tokenizer
     from canzona_cli.planner.plan_file import obtain_plan
     from canzona_cli.report.header import header_rows
     from canzona_cli.report.page import labelled_rows
@@ -54,6 +53,8 @@ def validate(
         corpus = check_inputs(config, layout)
         checkpoint = choose_resumption(config, layout)
         if checkpoint is not None and corpus is not None:
+            from canzona_cli.launch.resumed_data import check_tokenizer  # imports numpy
+
             check_tokenizer(checkpoint.data, checkpoint.origin, config, corpus)
     except CanzonaError as error:
         if not as_json:

@@ -80,9 +80,10 @@ def test_weights_are_those_that_were_trained_and_every_token_counts_once(where: 
     assert all(torch.equal(weights[name], saved.weights[name]) for name in weights)
     labels = torch.stack([samples[index]["labels"] for index in range(BATCHES * size)])
     counted = (labels.numel(), lengths[labels.numpy()].sum())
-    for _, loss, trained, totals, (most, rest) in ranks:
+    for _, loss, trained, totals, parts in ranks:
         assert loss == trained
-        assert totals == counted
         # Batches of 8: the last one of 13 is not full, and neither is one of 3. Every sample counts once.
+        most, rest = parts
         assert loss == pytest.approx(((BATCHES * size - 3) * most + 3 * rest) / (BATCHES * size), rel=1e-6)
         assert most != rest
+        assert totals == counted

@@ -414,6 +414,13 @@ def test_a_dry_run_has_the_warnings_of_the_run(config: RunConfig) -> None:
     assert "optimizer.lr" in said
 
 
+def test_the_epochs_of_a_resumed_run_count_old_steps_at_their_own_batch(config: RunConfig) -> None:
+    """5 steps of 2 sequences and 35 of 10, of 32 tokens each: not 40 of 10."""
+    train(config, steps=5, saved=(5,))
+    done = canzona("resume", files_of(config).root, "train.global_batch_size=10", "--dry-run", code=0)
+    assert "11.5 k tokens needed" in " ".join(done.stdout.split())
+
+
 def test_a_run_that_was_sent_back_to_a_step_goes_on_from_its_newest(config: RunConfig) -> None:
     back = replace(config, checkpoint=replace(config.checkpoint, resume="step-00000003"))
     train(back, steps=5, saved=(3, 5))

@@ -1,6 +1,7 @@
 """A resumption compares its data with the checkpoint's: another tokenizer is refused, other text and another order are
 said with numbers."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.data.indexed import inspect_pair
 from canzona_cli.data.order import Reads, count_reads, order_of
+from canzona_cli.data.sidecar import saved_tokenizer_path
 from canzona_cli.errors import ConfigError
 from canzona_cli.launch.resume import Resumption
-from canzona_cli.launch.resumed_data import data_changes
+from canzona_cli.launch.resumed_data import check_tokenizer, data_changes
 from canzona_cli.run.corpus import DataPlan
 from tests.data.texts import prepare_documents
 
@@ -73,6 +75,19 @@ def test_another_tokenizer_is_refused_and_other_text_is_said_with_its_step(tmp_p
         (problem,) = refused.value.problems
         assert (problem.key, problem.value) == ("data.path", str(tmp_path / "a"))
         assert "step-00000005 was trained on ids of byte (257 ids)" in problem.reason
+
+
+def test_the_tokenizer_of_a_hugging_face_folder_is_that_of_the_data_too(tmp_path: Path) -> None:
+    words = prepare_documents(tmp_path, "a", documents=60, seed=0, tokenizer="bpe")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shutil.copy(saved_tokenizer_path(words), folder / "tokenizer.json")
+    config, _ = run_of(tmp_path, "model.vocab_size=384")
+    check_tokenizer(None, str(folder), config, ensure_corpus(config))
+    prepare_documents(tmp_path, "a", documents=60, seed=0)
+    with pytest.raises(ConfigError) as refused:
+        check_tokenizer(None, str(folder), config, ensure_corpus(config))
+    assert f"was trained on ids of {folder / 'tokenizer.json'}" in refused.value.problems[0].reason
 
 
 @pytest.mark.parametrize(
