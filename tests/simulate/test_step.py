@@ -213,7 +213,8 @@ def test_balancing_pays(size: Size, mesh: Layout) -> None:
 def test_a_plans_owners_are_numbered_so_that_reductions_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     """8B on 256 H200: the same plan takes longer if its owners keep the numbers that balancing gave them."""
     mesh = layout(dp=256, count=1)
-    config = compose_run(["recipe=qwen3-8b", "gpus=256", "cluster=h200"]).config
+    verified = "cluster.verified=[gram,graphs,fused,shared]"
+    config = compose_run(["recipe=qwen3-8b", "gpus=256", "cluster=h200", verified]).config
 
     def planned() -> StrategyResult:
         make._unbounded.cache_clear()
