@@ -83,13 +83,16 @@ def test_a_gram_form_that_doubts_or_writes_what_is_not_finite_falls_short(monkey
     assert "not finite" in check.summary
 
 
-@pytest.mark.parametrize("error", ["ignores found_inf", "moves too far", "raises"])
+@pytest.mark.parametrize("error", ["ignores found_inf", "multiplies by 0", "moves too far", "raises"])
 def test_a_fused_kernel_that_does_something_else_falls_short(error: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = muon_cuda._descend
 
     def other(p: torch.Tensor, x: torch.Tensor, rate: torch.Tensor, decay: float, *, skip: torch.Tensor) -> None:
         if error == "raises":
             raise RuntimeError("no such kernel\non this GPU")
+        if error == "multiplies by 0":  # right, except where x is not finite
+            p.sub_(rate * (1 - skip) * (x + decay * p))
+            return
         if error == "ignores found_inf":
             skip = torch.zeros_like(skip)
         real(p, x, rate * 1.01 if error == "moves too far" else rate, decay, skip=skip)
