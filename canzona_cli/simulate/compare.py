@@ -15,7 +15,6 @@ from typing import Literal
 
 from canzona_cli.config.execution import PLANNED, AnyStrategy, with_strategy
 from canzona_cli.config.schema import Form, KroneckerConfig, Layout, MomentumConfig, RunConfig
-from canzona_cli.costs.buffers import bucket_elements
 from canzona_cli.costs.memory import capacity, estimate
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.shapes import ModelShapes
@@ -23,18 +22,18 @@ from canzona_cli.planner.least import Updates, updates
 from canzona_cli.planner.make import make_plan, plan_unbounded
 from canzona_cli.planner.measures import Balance, Communication, balance, communication, kinds
 from canzona_cli.planner.memory import PlanMemory, plan_memory
-from canzona_cli.planner.plan import Plan, sum_by_cell
+from canzona_cli.planner.plan import Assignment, Plan, sum_by_cell
 from canzona_cli.planner.reduction import GATHERED_AHEAD
 from canzona_cli.run import phases
+from canzona_cli.simulate.estimate import flex_speedup
 from canzona_cli.simulate.predict import (
     Outlook,
-    assign_layerwise,
     outlook,
     simulate_plan,
-    simulate_strategy,
     with_cores,
+    workload_without_plan,
 )
-from canzona_cli.simulate.step import Refreshes, StrategyResult, refreshes
+from canzona_cli.simulate.step import Refreshes, StrategyResult, refreshes, simulate
 
 STRATEGIES = (phases.STRATEGIES[-1], *phases.STRATEGIES[:-1])
 """The strategies in the order of the tables. AdamW comes first, because the others are compared with it."""
@@ -129,6 +128,11 @@ class Study:
         """The outlook of the run if every iteration takes as long as under the plan."""
         return outlook(self.config, self.layout, self.planned.result.iteration_s)
 
+    @property
+    def flex_speedup(self) -> float | None:
+        """The estimated gain from the dispatcher `flex` in this layout, see `estimate.flex_speedup`."""
+        return flex_speedup(self.config, self.layout)
+
     @cached_property
     def updates(self) -> Updates:
         """The time of the slowest owner's updates and exchanges, with its lower bound."""
@@ -194,6 +198,7 @@ class Study:
             + (0.0 if self.refreshes is None else self.refreshes.excess_s),
             "communication": asdict(self.communication),
             "outlook": asdict(self.outlook),
+            "flex_speedup": self.flex_speedup,
             "strategies": {
                 name: {**self.figures(name), "phases": dict(compared.result.phases)}
                 for name, compared in self.strategies.items()
@@ -228,7 +233,11 @@ def with_shapes(config: RunConfig, shapes: ModelShapes) -> RunConfig:
 
 
 def study_run(
-    config: RunConfig, layout: Layout, compare: Comparison | None = None, shapes: ModelShapes | None = None
+    config: RunConfig,
+    layout: Layout,
+    compare: Comparison | None = None,
+    shapes: ModelShapes | None = None,
+    baselines: Sequence[AnyStrategy] = STRATEGIES,
 ) -> Study:
     """Plans a run and simulates the plan and its alternatives.
 
@@ -240,6 +249,7 @@ def study_run(
             always compared.
         shapes: the user's shapes, which are planned instead of `config.model`; `config` is then the result of
             `with_shapes`.
+        baselines: the strategies to simulate besides the run's own.
 
     Raises:
         ConfigError: `compare` is form and the optimizer has no forms; or see `make_plan` and `simulate`.
@@ -247,15 +257,16 @@ def study_run(
     """
     start = time.perf_counter()
     plan = make_plan(config, layout, shapes)
+    names = [name for name in STRATEGIES if name == config.engine.strategy or name in baselines]
     plans: dict[AnyStrategy, Plan] = {
         name: plan if name == config.engine.strategy else plan_unbounded(with_strategy(config, name), layout, shapes)
-        for name in PLANNED
+        for name in names
+        if name in PLANNED
     }
     load_balance, memory = balance(plan), plan_memory(config, layout, plan)
     memories = {name: memory if other is plan else plan_memory(config, layout, other) for name, other in plans.items()}
     strategies: dict[str, SimulatedStrategy] = {
-        name: _simulate(with_cores(config), layout, plans, memories, name, load_balance.slowest.stage)
-        for name in STRATEGIES
+        name: _simulate(with_cores(config), layout, plans, memories, name, load_balance.slowest.stage) for name in names
     }
     return Study(
         config=config,
@@ -287,10 +298,11 @@ def _simulate(
         loads = plan.loads(stage)
     else:
         plan = plans[config.engine.strategy]
-        result = simulate_strategy(config, layout, strategy, plan.matrices)
+        workload = workload_without_plan(config, layout, strategy, plan.matrices)
+        result = simulate(config, layout, workload)
         memory_bytes = estimate(with_strategy(config, strategy), layout).total
-        if strategy == "layerwise":
-            loads = _layerwise_loads(config, layout, plan, stage)
+        if workload.assignment is not None:
+            loads = _layerwise_loads(layout, plan, workload.assignment, stage)
     return SimulatedStrategy(
         result=result,
         memory_bytes=memory_bytes,
@@ -299,10 +311,9 @@ def _simulate(
     )
 
 
-def _layerwise_loads(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> list[float]:
+def _layerwise_loads(layout: Layout, plan: Plan, assignment: Assignment, stage: int) -> list[float]:
     """Returns the update seconds of each cell of a stage under layerwise: every TP rank of an owner repeats
     all of the owner's updates, except those of experts that are divided among ranks."""
-    assignment, _ = assign_layerwise(plan.matrices, layout, bucket_elements(config, layout))
     placed = (
         (cell, cost, matrix.expert_rank is None)
         for matrix, cell, cost in zip(plan.matrices, assignment.cells, plan.costs, strict=True)
