@@ -12,7 +12,8 @@ from typing import Literal
 
 from optimizer_rows import Kernels, StepRow
 
-from canzona_cli.cluster.search import candidates, fill
+from canzona_cli.cluster.possible import fill
+from canzona_cli.cluster.search import candidates
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.overrides import override_text
 from canzona_cli.config.reading import LARGEST_YAML, Unreadable, parse_yaml, read_plain

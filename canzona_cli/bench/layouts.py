@@ -26,8 +26,9 @@ from canzona_cli.bench.session import (
 )
 from canzona_cli.bench.sitting import BenchFiles, Turns, last_steps, read_samples
 from canzona_cli.cluster.fit import resolve
+from canzona_cli.cluster.possible import fill
 from canzona_cli.cluster.profiles import profile_warnings
-from canzona_cli.cluster.search import candidates, fill, search
+from canzona_cli.cluster.search import candidates, search
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.recipes import recipe_text
 from canzona_cli.config.schema import Layout, RunConfig

@@ -35,7 +35,7 @@ from canzona_cli.calibrate.profile import (
 )
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.cluster.machine import machine_facts
-from canzona_cli.cluster.search import fill
+from canzona_cli.cluster.possible import fill
 from canzona_cli.config.compose import dump_resolved
 from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.overrides import key_of

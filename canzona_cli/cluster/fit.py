@@ -10,7 +10,8 @@ from functools import cache
 from pathlib import Path
 
 from canzona_cli.cluster.gpus import with_layers_here
-from canzona_cli.cluster.search import Candidate, any_fits, candidates, expert_parallel_sizes, fill, search
+from canzona_cli.cluster.possible import expert_parallel_sizes, fill
+from canzona_cli.cluster.search import Candidate, any_fits, candidates, search
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.overrides import key_of
 from canzona_cli.config.schema import Execution, Layout, OptimizerConfig, RunConfig, Strategy

@@ -205,7 +205,8 @@ def _show_beside_megatron(
         ConfigError: the source cannot be read or translated, or its arguments are impossible. The problems
             name the arguments.
     """
-    from canzona_cli.cluster.search import candidates, fill
+    from canzona_cli.cluster.possible import fill
+    from canzona_cli.cluster.search import candidates
     from canzona_cli.config.compose import compose_run
     from canzona_cli.config.megatron_translation import PROGRAM, read_megatron_run
     from canzona_cli.config.overrides import key_of

@@ -64,6 +64,15 @@ def with_tp_mode(config: RunConfig, mode: MuonTpMode) -> RunConfig:
     return replace(config, engine=replace(config.engine, muon_tp_mode=mode))
 
 
+def with_flex(config: RunConfig) -> RunConfig | None:
+    """Returns the run with the dispatcher `flex`, which needs DeepEP on every machine and is therefore never
+    chosen; None if the user set a dispatcher, or if the run cannot use `flex`."""
+    possible = config.model.num_experts > 0 and config.cluster.device == "cuda" and config.train.precision == "bf16"
+    if config.parallel.dispatcher is not None or not possible:
+        return None
+    return replace(config, parallel=replace(config.parallel, dispatcher="flex"))
+
+
 def overlaps_param_gather(config: RunConfig) -> bool:
     """Returns True if parameter gathering overlaps with the forward pass. This needs both overlap settings
     and a strategy that gathers parameters."""

@@ -89,8 +89,9 @@ def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
     - qkv: matmul T x h x (a+2g)d/t; core attention, 2 T s ad/t FLOPs forward (causal); norm 2 T h/x elements
       through memory, rotary embedding 2 T (a+g)d/t, and QK-norm, if any, as many again or, with Transformer
       Engine, `QK_NORM_PASSES` times as many. With c > 1, keys and values are all-gathered before core
-      attention, 2 T c gd/t elements. Transformer Engine passes them around a ring instead; this costs only
-      the part of a slice's transfer that takes longer than its attention;
+      attention, 2 T c gd/t elements. Transformer Engine passes them around a ring instead; this costs the
+      part of a slice's transfer that takes longer than its attention, and `RING_PASSES` (c-1) T ad/t to add
+      the slices' outputs;
     - proj: matmul T x ad/t x h, residual 3 T h/x;
     - fc1 with a gate: matmul T x h x 2f/t, norm 2 T h/x, SwiGLU 3 T f/t; fc2: matmul T x f/t x h, residual
       3 T h/x;
@@ -116,8 +117,7 @@ def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
 def passes(config: RunConfig, layout: Layout) -> list[list[tuple[float, float]]]:
     """Returns the forward and backward seconds of one micro-batch, by stage and model chunk: the
     `StageTime.passes` of all stages, computed faster, without lists of modules."""
-    one_stage = replace(layout, pp=1, vpp=1, dp=layout.dp * layout.pp, num_microbatches=1, global_batch_size=1)
-    (layer_s, layer_back_s), embedding, output = _pieces(config, one_stage)
+    (layer_s, layer_back_s), embedding, output = _pieces(config, _one_stage(layout))
     layers, pass_s = config.model.num_layers, 1e-6 * config.cluster.pass_us
 
     def of_chunk(stage: int, chunk: int) -> tuple[float, float]:
@@ -131,7 +131,19 @@ def passes(config: RunConfig, layout: Layout) -> list[list[tuple[float, float]]]
     return by_stage
 
 
-@lru_cache(maxsize=1024)
+def layer_and_ends(config: RunConfig, layout: Layout) -> tuple[float, float]:
+    """Returns the seconds of a micro-batch's forward and backward pass through a layer; and those through the
+    embedding and the output layer together."""
+    layer, embedding, output = _pieces(config, _one_stage(layout))
+    return sum(layer), sum(embedding) + sum(output)
+
+
+def _one_stage(layout: Layout) -> Layout:
+    """Returns the layout that has the same `_pieces` as all layouts with this product of pp and dp."""
+    return replace(layout, pp=1, vpp=1, dp=layout.dp * layout.pp, num_microbatches=1, global_batch_size=1)
+
+
+@lru_cache(maxsize=4096)
 def _pieces(config: RunConfig, layout: Layout) -> tuple[tuple[float, float], ...]:
     """Returns the forward and backward seconds of a layer, of the embedding and of the output layer.
 

@@ -49,6 +49,9 @@ CUT_STARTS = 0.58
 module's operations. They put keys and values back in order. Counted on CPU ranks with 256 tokens: the four
 modules of a layer have 157 operations instead of 138 in the forward pass, and 241 instead of 209 in the
 backward pass."""
+RING_PASSES = 3
+"""The passes of a slice's attention output through memory. Transformer Engine adds the output of each slice
+to the sum of the others: it reads both and writes one (`flash_attn_fwd_out_correction`)."""
 QK_NORM_PASSES = 5.8
 """The time of a norm over rows of 128 elements (QK-norm) relative to a norm over full rows with the same
 number of elements in total: 345 us to 60 us (B200, https://github.com/flashinfer-ai/flashinfer/issues/2396,
@@ -172,7 +175,10 @@ class ModuleTimes:
             head_elements = attention.queries // layout.tp + attention.keys // layout.tp
             moved_elements += _head_passes(config, attention) * tokens * head_elements
             core_s, core_backward_s, (gather, scatter) = _core_attention(config, layout, attention)
-            starts += 0.0 if layout.cp == 1 or self._cluster.fused_layers else CUT_STARTS
+            if self._cluster.fused_layers:
+                moved_elements += RING_PASSES * (layout.cp - 1) * tokens * (attention.queries // layout.tp)
+            elif layout.cp > 1:
+                starts += CUT_STARTS
         computed_s = products_s + core_s + self._memory_s * moved_elements
         computed_back_s = 2 * products_s + core_backward_s + 2 * self._memory_s * moved_elements
         forward_s, backward_s = self._on_slowest_gpu(computed_s, computed_back_s + self._accumulate_s * weights, starts)
@@ -283,12 +289,13 @@ def _core_attention(
     slice_bytes = 2.0 * tokens * attention.keys / t * config.train.weight_bytes
     if cluster.fused_layers:
         # While the attention of one slice is computed, the next slice is sent; in the backward pass, so is
-        # the slice's gradient.
+        # the slice's gradient. The slowest hop of a ring over several nodes is over the network.
         hop_s = links.point_to_point(slice_bytes, crosses=group.machines > 1).seconds
         hops = layout.cp - 1
-        exposed = Transfer(latency_s=hops * max(0.0, hop_s - forward_s / layout.cp))
-        exposed_backward = Transfer(latency_s=hops * max(0.0, 2 * hop_s - backward_s / layout.cp))
-        return forward_s, backward_s, (exposed, exposed_backward)
+        exposed_s = hops * max(0.0, hop_s - forward_s / layout.cp)
+        exposed_backward_s = hops * max(0.0, 2 * hop_s - backward_s / layout.cp)
+        ring, ring_back = (Transfer(link=group.link, link_s=seconds) for seconds in (exposed_s, exposed_backward_s))
+        return forward_s, backward_s, (ring, ring_back)
     size = layout.cp * slice_bytes
     gather, scatter = links.all_gather(size, group), links.reduce_scatter(size, group)
     groups_per_owner = t / layout.cp  # its t ranks are in t groups, each of which c owners have in common

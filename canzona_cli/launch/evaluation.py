@@ -9,7 +9,8 @@ from typing import Literal
 from canzona_cli.checkpoint.contents import saved_data, saved_run
 from canzona_cli.checkpoint.store import StoredCheckpoint
 from canzona_cli.cluster.gpus import with_layers_here
-from canzona_cli.cluster.search import candidates, fill
+from canzona_cli.cluster.possible import fill
+from canzona_cli.cluster.search import candidates
 from canzona_cli.config.changes import shape_problems
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.overrides import key_of, text_value

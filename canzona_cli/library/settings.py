@@ -11,7 +11,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from canzona_cli.cluster.search import fill, possible_layouts
+from canzona_cli.cluster.possible import fill, possible_layouts
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import PLANNED
 from canzona_cli.config.overrides import key_of, override_text

@@ -184,11 +184,11 @@ def _place_within(
         DoesNotFit: no assignment was found; or `memory_cap` is exceeded with mode shared or strategy paper,
             which do not allow another assignment.
     """
-    elements = [matrix.elements for matrix in stage.matrices]
     if experts:
         cells = balance_together(stage, experts, memory_cap)
     else:
         assert memory_cap is not None
+        elements = [matrix.elements for matrix in stage.matrices]
         # Placing the largest matrices first may succeed if placing the costliest first leaves a matrix
         # without room.
         cells = _assign_capped(stage, stage.costs, elements, memory_cap) or _assign_capped(

@@ -6,7 +6,7 @@ with them, so one attempt makes different plans for different micro-batch sizes.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -93,6 +93,7 @@ class Attempt:
         assert default is None or isinstance(default, int)
         self._default_limit, self._resizes = default, resizes
         self._assignments: dict[tuple[PlanSettings, bool, int | None], Assignment] = {}
+        self._outlined: dict[Exposure, Mapping[int, float]] = {}
         self._laid_out: dict[tuple[tuple[Cell, ...], int | None], tuple[tuple[Bucket, ...], ...]] = {}
 
     def plan(self, exposure: Exposure) -> Plan:
@@ -157,13 +158,24 @@ class Attempt:
         estimate that needs no owners. The size does not depend on alpha, so that plans with different alpha
         have the same buckets.
         """
+        estimates_s = self.outlined_seconds(exposure)
+        if not estimates_s:
+            return self._default_limit
+        return [*estimates_s][_first_fastest([*estimates_s.values()])]
+
+    def outlined_seconds(self, exposure: Exposure) -> Mapping[int, float]:
+        """Estimates the seconds that a plan adds to an iteration, by the size at which buckets are closed, for
+        every size that the planner may choose. Owners are not needed. Empty if the size is given."""
         default = self._default_limit
         if default is None or not (self._resizes and self._several_owners and exposure.reductions.rings):
-            return default
-        limits = bucket_limits(default)
-        updates_s = dict(enumerate(self._bounds))
-        estimates_s = [exposure.estimate(self._outline(limit), self._members, updates_s) for limit in limits]
-        return limits[_first_fastest(estimates_s)]
+            return {}
+        if exposure not in self._outlined:
+            updates_s = dict(enumerate(self._bounds))
+            self._outlined[exposure] = {
+                limit: exposure.estimate(self._outline(limit), self._members, updates_s)
+                for limit in bucket_limits(default)
+            }
+        return self._outlined[exposure]
 
     def _outline(self, limit: int) -> list[list[Outline]]:
         """Returns the buckets of every stage if they are closed at `limit` elements. Of the experts, only

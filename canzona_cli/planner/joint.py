@@ -11,6 +11,7 @@ cells: each goes into the least busy cell, the costliest first.
 """
 
 import heapq
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 from canzona_cli.planner.plan import Cell
@@ -43,8 +44,7 @@ class _Grid:
         mesh = stage.mesh
         self._stage, self._mesh = stage, mesh
         self._busy_s = [0.0] * mesh.cells
-        all_elements = sum(matrix.elements for matrix in stage.matrices)
-        self._room = [all_elements if memory_cap is None else memory_cap] * mesh.cells
+        self._room = [sys.maxsize if memory_cap is None else memory_cap] * mesh.cells
         self._rank_total_s = [sum(map(problem.cost, problem.units)) for problem in experts]
         """The update seconds of each expert-parallel rank, summed over its cells."""
         self._cache: dict[tuple[tuple[float, int], ...], list[int]] = {}

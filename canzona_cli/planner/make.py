@@ -125,7 +125,15 @@ def _fastest(config: RunConfig, layout: Layout, attempts: Sequence[Attempt]) -> 
     return best.plan(exposure)
 
 
-@lru_cache(maxsize=2)
+def outlined_seconds(config: RunConfig, layout: Layout) -> float | None:
+    """Estimates the seconds that updates, reductions and gatherings add to an iteration under the fastest plan,
+    without making one; returns None if the planner may not choose the size of buckets."""
+    run, one_pass = _reusable(config, layout)
+    attempts = _unbounded_attempts(run, one_pass.bare, None)
+    return min(attempts[0].outlined_seconds(_exposure(run, one_pass)).values(), default=None)
+
+
+@lru_cache(maxsize=16)
 def _exposure(config: RunConfig, layout: Layout) -> Exposure:
     """Returns the estimator of a run's waits; all attempts at its plan share it."""
     return Exposure(config, layout)
@@ -156,7 +164,13 @@ def _prices(config: RunConfig, layout: Layout, shapes: ModelShapes | None) -> Pr
     members = planned_matrices(config, layout, shapes)
     costs = update_costs(config, members)
     possible = shared_costs(config, algorithm_of(config), layout, members)
-    bounds = tuple(stage_bound(members, costs, stage, layout, possible) for stage in range(layout.pp))
+    # Only a stage's own matrices are looked through for its bound: with many stages, all would take longest.
+    priced: list[tuple[list[Matrix], list[float]]] = [([], []) for _ in range(layout.pp)]
+    for matrix, cost in zip(members, costs, strict=True):
+        of_stage, costs_of_stage = priced[matrix.stage]
+        of_stage.append(matrix)
+        costs_of_stage.append(cost)
+    bounds = tuple(stage_bound(*of_stage, stage, layout, possible) for stage, of_stage in enumerate(priced))
     pipeline = HostedPipeline.of(planning_config(config), layout)
     return Prices(matrices=members, costs=costs, bounds=bounds, possible=possible, pipeline=pipeline)
 
@@ -281,11 +295,17 @@ def plan_unbounded(config: RunConfig, layout: Layout, shapes: ModelShapes | None
     The last 32 plans are cached. Layouts with the same `Layout.bare` have the same candidates. Their plans
     may still differ, because the choice depends on the times of the forward and backward pass.
     """
+    plan = _unbounded(*_reusable(config, layout), shapes)
+    return replace(plan, subject=subject(config, layout, shapes))
+
+
+def _reusable(config: RunConfig, layout: Layout) -> tuple[RunConfig, Layout]:
+    """Returns the run without its layout settings, and the layout with one micro-batch, as arguments of cached
+    functions: the results do not depend on the rest."""
     open_parallel = replace(config.parallel, tp=None, pp=None, vpp=None, cp=None, sequence_parallel=None)
     open_train = replace(config.train, micro_batch_size=None, global_batch_size=None, recompute=None)
     one_pass = replace(layout, num_microbatches=1, global_batch_size=layout.dp * layout.micro_batch_size)
-    plan = _unbounded(replace(config, parallel=open_parallel, train=open_train), one_pass, shapes)
-    return replace(plan, subject=subject(config, layout, shapes))
+    return replace(config, parallel=open_parallel, train=open_train), one_pass
 
 
 @lru_cache(maxsize=32)

@@ -34,13 +34,20 @@ def concentrate_owners(
     """
     cells, shared_costs = list(assignment.cells), dict(assignment.shared_costs)
 
-    def kind(part: Part) -> Hashable:
-        """Returns a key that is equal for parts that can be exchanged."""
-        members = [matrices[index] for index in part.matrices]
-        return tuple(
-            (costs[matrix.index], matrix.shape, matrix.shard_dim, matrix.home, matrix.index in assignment.shared_costs)
-            for matrix in members
-        )
+    kinds: dict[Hashable, int] = {}
+    kind_of: dict[tuple[int, ...], int] = {}
+    """The number of each part's kind, by the part's matrices. Parts of the same kind can be exchanged."""
+
+    def kind(part: Part) -> int:
+        """Returns the number of the part's kind."""
+        if part.matrices not in kind_of:
+            members = [matrices[index] for index in part.matrices]
+            key = tuple(
+                (costs[m.index], m.rows, m.cols, m.shard_dim, m.home, m.index in assignment.shared_costs)
+                for m in members
+            )
+            kind_of[part.matrices] = kinds.setdefault(key, len(kinds))
+        return kind_of[part.matrices]
 
     for pool in pools(matrices):
         buckets = [

@@ -11,8 +11,10 @@ from rich.text import Text
 from canzona_cli.bench.simulated import SIZES, SIZES_WITH_EXPERTS
 from canzona_cli.cluster import fit
 from canzona_cli.cluster.gpus import with_layers_here
-from canzona_cli.cluster.search import LayoutResult, LayoutSearch, candidates, fill, search
+from canzona_cli.cluster.possible import fill
+from canzona_cli.cluster.search import LayoutResult, LayoutSearch, candidates, search
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.execution import AnyStrategy, with_flex
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.costs.memory import GIB, Memory, capacity, headroom
 from canzona_cli.errors import ConfigError, DoesNotFit
@@ -26,8 +28,12 @@ from canzona_cli.run.words import count, layout_code, number, plural, predicted_
 from canzona_cli.simulate.compare import Study, study_run
 from canzona_cli.simulate.predict import LABELS, Outlook, outlook
 
-VERSION = 2
+VERSION = 3
 """The version of the overview's JSON. New keys do not change it; any other change raises it."""
+
+
+_BASELINES: tuple[AnyStrategy, ...] = ("layerwise", "adamw")
+"""The strategies with which the overview compares a plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +65,6 @@ class SizePlan:
             "optimizer_s": study.planned.result.optimizer_s,
             "iteration_s": study.planned.result.iteration_s,
             "optimizer_vs_layerwise": study.optimizer_speedup("layerwise"),
-            "optimizer_vs_sc": study.optimizer_speedup("sc"),
             "overhead_over_adamw": study.overhead(study.strategy),
         }
 
@@ -116,7 +121,7 @@ def _planned(overrides: Sequence[str], dirs: Sequence[Path]) -> SizePlan:
     config, _ = plannable(compose_run(overrides, recipes_dirs=dirs, training=False).config)
     try:
         config, layout = fit.resolve(config)
-        return SizePlan(config=config, study=study_run(config, layout))
+        return SizePlan(config=config, study=study_run(config, layout, baselines=_BASELINES))
     except DoesNotFit:
         return SizePlan(config=config, study=None)
 
@@ -151,6 +156,8 @@ class FastestLayouts(Page):
 
     config: RunConfig
     search: LayoutSearch
+    flex: LayoutResult | None = None
+    """The fastest layout with the dispatcher `flex`; None if it is not faster, or not possible."""
     without_headroom: LayoutResult | None = None
     """The fastest layout with `cluster.headroom_gib=0`; None if it is not faster than the first row of the
     table."""
@@ -182,9 +189,15 @@ class FastestLayouts(Page):
             choice = f"{layout_name(self.without_headroom.layout)} would be chosen"
             size = f"{self.without_headroom.memory_bytes / GIB:.1f} GiB"
             yield paragraph(f"{cost}: with cluster.headroom_gib=0, {choice}, at {size}.")
+        if self.flex is not None:
+            rate, now = (count(self._outlook(tried).tokens_per_s) for tried in (self.flex, best[0]))
+            yield paragraph(
+                f"With parallel.dispatcher=flex, which needs DeepEP on every machine, it would be "
+                f"{layout_name(self.flex.layout)}: {rate} tokens/s instead of {now}."
+            )
         yield paragraph(
-            f"{self.search.legal:,} layouts are legal and fit; {self.search.simulated:,} were simulated, and the "
-            "others are estimated to be slower.",
+            f"{self.search.legal:,} layouts were compared; {self.search.simulated:,} were simulated, and the others "
+            "do not fit or are estimated to be slower.",
             "dim",
         )
 
@@ -212,6 +225,9 @@ class FastestLayouts(Page):
                 }
                 for tried in self.search.best
             ],
+            "with_flex": None
+            if self.flex is None
+            else {"layout": asdict(self.flex.layout), "iteration_s": self.flex.iteration_s},
             "why": self._why(),
         }
 
@@ -279,16 +295,20 @@ def fastest_layouts(config: RunConfig, *, verbose: bool) -> FastestLayouts:
     result = search(config, SHOWN)
     if not result.best:
         make_plan(*fit.resolve(config))  # raises an error that explains what does not fit
-    without_headroom = _without_headroom(config, result.best[0])
-    return FastestLayouts(config=config, search=result, without_headroom=without_headroom, verbose=verbose)
+    best, flex = result.best[0], with_flex(config)
+    tight = replace(config, cluster=replace(config.cluster, headroom_gib=0.0)) if config.cluster.headroom_gib else None
+    return FastestLayouts(
+        config=config,
+        search=result,
+        flex=_if_faster(flex, best),
+        without_headroom=_if_faster(tight, best),
+        verbose=verbose,
+    )
 
 
-def _without_headroom(config: RunConfig, best: LayoutResult) -> LayoutResult | None:
-    """Returns the fastest layout that may use the headroom, if it is faster than `best`."""
-    if not config.cluster.headroom_gib:
-        return None
-    tight = replace(config, cluster=replace(config.cluster, headroom_gib=0.0))
-    fastest = search(tight).best
+def _if_faster(config: RunConfig | None, best: LayoutResult) -> LayoutResult | None:
+    """Returns the fastest layout of another run, if it is faster than `best`."""
+    fastest = () if config is None else search(config).best
     return fastest[0] if fastest and fastest[0].per_sequence_s < best.per_sequence_s else None
 
 

@@ -6,7 +6,7 @@ A `Study` has everything that `canzona plan` prints about a plan; the reports on
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +34,7 @@ from canzona_cli.planner.memory import PlanMemory, plan_memory
 from canzona_cli.planner.plan import Plan, sum_by_cell
 from canzona_cli.planner.reduction import GATHERED_AHEAD
 from canzona_cli.run import phases
+from canzona_cli.simulate.estimate import flex_speedup
 from canzona_cli.simulate.fast_paths import FastPaths, fast_paths
 from canzona_cli.simulate.predict import Outlook, outlook, simulate_plan, with_cores, workload_without_plan
 from canzona_cli.simulate.step import Refreshes, StrategyResult, refreshes, simulate_tp_modes
@@ -148,6 +149,11 @@ class Study:
         """The outlook of the run if every iteration takes as long as under the plan."""
         return outlook(self.config, self.layout, self.planned.result.iteration_s)
 
+    @property
+    def flex_speedup(self) -> float | None:
+        """The estimated gain from the dispatcher `flex` in this layout, see `estimate.flex_speedup`."""
+        return flex_speedup(self.config, self.layout)
+
     @cached_property
     def updates(self) -> Updates:
         """The time of the slowest owner's updates and exchanges, with its lower bound."""
@@ -222,6 +228,7 @@ class Study:
             + (0.0 if self.refreshes is None else self.refreshes.excess_s),
             "communication": asdict(self.communication),
             "outlook": asdict(self.outlook),
+            "flex_speedup": self.flex_speedup,
             "strategies": {
                 name: {**self.figures(name), "phases": dict(compared.result.phases)}
                 for name, compared in self.strategies.items()
@@ -257,7 +264,11 @@ def with_shapes(config: RunConfig, shapes: ModelShapes) -> RunConfig:
 
 
 def study_run(
-    config: RunConfig, layout: Layout, compare: Comparison | None = None, shapes: ModelShapes | None = None
+    config: RunConfig,
+    layout: Layout,
+    compare: Comparison | None = None,
+    shapes: ModelShapes | None = None,
+    baselines: Sequence[AnyStrategy] = STRATEGIES,
 ) -> Study:
     """Plans a run and simulates the plan and its alternatives.
 
@@ -269,6 +280,7 @@ def study_run(
             always compared.
         shapes: the user's shapes, which are planned instead of `config.model`; `config` is then the result of
             `with_shapes`.
+        baselines: the strategies to simulate besides the run's own.
 
     Raises:
         ConfigError: `compare` is form and the optimizer has no forms; or see `make_plan` and `simulate`.
@@ -276,15 +288,17 @@ def study_run(
     """
     start = time.perf_counter()
     plan = make_plan(config, layout, shapes)
+    names = [name for name in STRATEGIES if name == config.engine.strategy or name in baselines]
     plans: dict[AnyStrategy, Plan] = {
         name: plan if name == config.engine.strategy else plan_unbounded(with_strategy(config, name), layout, shapes)
-        for name in PLANNED
+        for name in names
+        if name in PLANNED
     }
     load_balance, memory = balance(plan), plan_memory(config, layout, plan)
     memories = {name: memory if other is plan else plan_memory(config, layout, other) for name, other in plans.items()}
     simulated, stage = with_cores(config), load_balance.slowest.stage
     strategies: dict[str, SimulatedStrategy] = {}
-    for name in STRATEGIES:
+    for name in names:
         if name in plans:
             strategies[name] = _simulate_plan(simulated, layout, plans[name], memories[name], stage)
         else:

@@ -7,12 +7,12 @@ from functools import lru_cache
 from statistics import fmean
 from typing import NamedTuple
 
-from canzona_cli.config.execution import splitting_of
+from canzona_cli.config.execution import splitting_of, with_flex
 from canzona_cli.config.schema import Execution, Layout, RunConfig
 from canzona_cli.config.stages import most_layers, stage_layers
 from canzona_cli.costs.buffers import bucket_elements, stage_weights
 from canzona_cli.costs.links import Groups, Links
-from canzona_cli.costs.model import NormClip, hop, passes, units_taken
+from canzona_cli.costs.model import NormClip, hop, layer_and_ends, passes, units_taken
 from canzona_cli.costs.modules import dispatch
 from canzona_cli.costs.sharing import shared_costs
 from canzona_cli.costs.update import adamw_seconds, algorithm_of, step_factor, update_costs, update_times
@@ -20,6 +20,7 @@ from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.planner.attempt import bucket_limits
 from canzona_cli.planner.bounds import simple_bound
 from canzona_cli.planner.chunks import seconds_after_reduction
+from canzona_cli.planner.make import outlined_seconds
 from canzona_cli.planner.pipeline import HostedPipeline
 from canzona_cli.simulate.update import UpdateModel
 
@@ -27,11 +28,44 @@ from canzona_cli.simulate.update import UpdateModel
 def estimated_step_seconds(config: RunConfig, layout: Layout) -> float:
     """Estimates the seconds of a step in a layout, quickly. The estimate rarely exceeds the simulated
     seconds."""
-    execution = config.execution
-    times, hop_s = passes(config, layout), hop(config, layout).seconds
+    times = passes(config, layout)
+    return _surely_s(config, layout, times) + _exposed_s(config, layout, times[0]) + _updates_s(config, layout)
+
+
+def outlined_step_seconds(config: RunConfig, layout: Layout) -> float:
+    """Estimates a step more closely than `estimated_step_seconds` if it has a plan whose size of buckets is
+    open: with the waits for the buckets of a plan without owners, of the best size. Other steps get the same
+    estimate.
+
+    Raises:
+        ConfigError: the layout cannot divide the matrices.
+    """
+    added_s = None
+    if config.execution is Execution.PLANNED and config.cluster.device == "cuda":
+        added_s = outlined_seconds(config, layout)
+    if added_s is None:
+        return estimated_step_seconds(config, layout)
+    return _surely_s(config, layout, passes(config, layout)) + added_s
+
+
+def flex_speedup(config: RunConfig, layout: Layout) -> float | None:
+    """Estimates the time of a step relative to the same step with the dispatcher `flex`; None if no experts are
+    divided among ranks, or the run cannot use it (`with_flex`)."""
+    flex = with_flex(config)
+    if flex is None or layout.ep == 1:
+        return None
+    return estimated_step_seconds(config, layout) / estimated_step_seconds(flex, layout)
+
+
+def _surely_s(config: RunConfig, layout: Layout, times: Sequence[Sequence[tuple[float, float]]]) -> float:
+    """Returns the seconds of a step without data-parallel traffic and updates of matrices.
+
+    Args:
+        times: see `passes`.
+    """
+    execution, hop_s = config.execution, hop(config, layout).seconds
     stages_s = [sum(forward + backward + 2 * hop_s for forward, backward in chunks) for chunks in times]
     passes_s = layout.num_microbatches * max(stages_s) + (sum(stages_s) - max(stages_s)) / layout.vpp
-    exposed_s = _exposed_s(config, layout, times[0])
     weights = stage_weights(config, layout, 0)
     if execution.everywhere:
         adamw, all_elements = weights.others, weights.matrices + weights.others
@@ -40,8 +74,17 @@ def estimated_step_seconds(config: RunConfig, layout: Layout) -> float:
         all_elements = weights.share(layout, matrices=True)
     clip_s = NormClip(config, layout).seconds(all_elements, adamw)
     adamw_s = step_factor(config, "adamw_update") * adamw_seconds(weights.adamw(execution, layout), config.cluster)
-    updates_s = adamw_s + _updates_s(config, layout)
-    return passes_s + exposed_s + seconds_after_reduction(config, layout, 0) + clip_s + updates_s
+    return passes_s + seconds_after_reduction(config, layout, 0) + clip_s + adamw_s
+
+
+def least_step_seconds(config: RunConfig, layout: Layout) -> float:
+    """Returns a lower bound of `estimated_step_seconds`, quicker still: the forward and backward passes, as
+    if the embedding and the output layer were not on the stage with the most layers."""
+    layer_s, ends_s = layer_and_ends(config, layout)
+    chunk_s = 1e-6 * config.cluster.pass_us * 2 + 2 * hop(config, layout).seconds
+    all_s = config.model.num_layers * layer_s + layout.pp * layout.vpp * chunk_s + ends_s
+    busiest_s = most_layers(config.model.num_layers, layout) * layer_s + layout.vpp * chunk_s
+    return layout.num_microbatches * busiest_s + (all_s - busiest_s) / layout.vpp
 
 
 def _exposed_s(config: RunConfig, layout: Layout, passes_s: Sequence[tuple[float, float]]) -> float:

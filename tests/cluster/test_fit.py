@@ -7,7 +7,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from canzona_cli.cluster import fit
-from canzona_cli.cluster.search import BATCH_TOLERANCE, candidates
+from canzona_cli.cluster.possible import BATCH_TOLERANCE
+from canzona_cli.cluster.search import any_fits, candidates
+from canzona_cli.config.compose import compose_run
 from canzona_cli.config.layout_rules import layout_problems
 from canzona_cli.config.schema import Layout, ParallelConfig, RunConfig
 from canzona_cli.costs.memory import estimate
@@ -135,8 +137,24 @@ def test_sequences_are_cut_where_there_are_more_gpus_than_sequences() -> None:
     assert (layout.cp, layout.dp) == (2, 256)
 
 
+def test_few_sequences_are_cut_over_several_nodes() -> None:
+    """16 sequences on 1,024 GPUs without stages: a node of eight would leave 128 shares of the batch."""
+    config = run("0.6b", 1024, strategy="canzona", pp=1)
+    _, layout = fit.resolve(replace(config, train=replace(config.train, seq_length=65_536)))
+    assert layout.tp * layout.cp >= 64
+    assert layout.dp <= 16
+
+
+def test_a_long_sequence_fits_where_several_nodes_share_it() -> None:
+    config = compose_run(["recipe=llama3-405b", "gpus=1024", "train.seq_length=65536"], training=False).config
+    assert any_fits(config)
+    assert not any_fits(replace(config, parallel=ParallelConfig(cp=1)))
+    assert any_fits(replace(config, parallel=ParallelConfig(tp=8, cp=4)))
+
+
 def test_a_batch_no_layout_divides_is_refused() -> None:
-    problems = refused(fit.resolve, run("tiny", 64, tp=1, global_batch_size=3))
+    config = replace(run("tiny", 64, global_batch_size=3), parallel=ParallelConfig(tp=1, cp=1))
+    problems = refused(fit.resolve, config)
     assert problems[0].key == "train.global_batch_size"
 
 

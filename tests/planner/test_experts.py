@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from canzona_cli.cluster.search import fill
+from canzona_cli.cluster.possible import fill
 from canzona_cli.config.schema import BufferLayout, Layout, RunConfig, Splitting
 from canzona_cli.costs.buffers import stage_weights
 from canzona_cli.model.matrices import Matrix

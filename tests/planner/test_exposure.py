@@ -6,7 +6,8 @@ from functools import cache
 
 import pytest
 
-from canzona_cli.cluster.search import candidates, fill
+from canzona_cli.cluster.possible import fill
+from canzona_cli.cluster.search import candidates
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import with_strategy
 from canzona_cli.config.schema import Layout, RunConfig

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from canzona_cli.cluster.fit import resolve
-from canzona_cli.cluster.search import fill
+from canzona_cli.cluster.possible import fill
 from canzona_cli.config.schema import Layout, MuonConfig, RunConfig, Strategy
 from canzona_cli.costs.sharing import SharedCost
 from canzona_cli.errors import ConfigError

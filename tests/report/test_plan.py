@@ -1,17 +1,23 @@
 """Maps, bars and lanes of the plan's report: they keep their widths and show what they claim."""
 
+from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import CustomConfig
+from canzona_cli.planner import make
+from canzona_cli.planner.attempt import Attempt
+from canzona_cli.report import layouts
 from canzona_cli.report.charts import draw_lane, heat_map, legend_lines, owners_per_column, stacked_bar
 from canzona_cli.report.header import describe_optimizer
 from canzona_cli.report.plan import PlanView
 from canzona_cli.run.phases import Ink, Interval
 from canzona_cli.simulate.compare import study_run
+from canzona_cli.simulate.update_phase import UpdatePhase
 from tests import sizes
 from tests.report.terminal import printed
 
@@ -116,3 +122,33 @@ def test_a_users_own_optimizer_is_called_custom_with_whose_price_it_has() -> Non
     assert "custom (cost model of soap)" in printed(PlanView(study=study), 120).splitlines()[0]
     assert study.as_json()["optimizer"] == "custom"
     assert describe_optimizer(config).startswith("custom own.py:Own (canzona)")
+
+
+def test_the_overview_plans_a_size_once_and_simulates_three_strategies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the first command that users try. A layout that nearly ties may need a second plan."""
+    monkeypatch.setenv("CANZONA_CACHE", str(tmp_path))
+    for cached in (make._make_plan, make._unbounded):
+        cached.cache_clear()
+    monkeypatch.setattr(layouts, "SIZES", ("qwen3-8b", "qwen3-32b"))
+    monkeypatch.setattr(layouts, "SIZES_WITH_EXPERTS", ())
+    counts = Counter[str]()
+
+    def counted(owner: type, name: str) -> None:
+        original = getattr(owner, name)
+
+        def call(*arguments: object, **named: object) -> object:
+            counts[name] += 1
+            return original(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, call)
+
+    counted(Attempt, "plan")
+    counted(UpdatePhase, "run")
+    overview = layouts.overview([], [])
+    assert [set(plan.study.strategies) for plan in overview.plans if plan.study] == [
+        {"adamw", "layerwise", "canzona"}
+    ] * 2
+    assert counts["plan"] <= 4
+    assert counts["run"] == counts["plan"] + 3 * 2

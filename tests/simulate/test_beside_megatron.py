@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.cluster.search import candidates, fill
+from canzona_cli.cluster.possible import fill
+from canzona_cli.cluster.search import candidates
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.megatron_translation import read_megatron_run
 from canzona_cli.simulate.beside_megatron import MegatronComparison, compare_with_megatron

@@ -2,7 +2,8 @@
 
 import pytest
 
-from canzona_cli.cluster.search import candidates, fill
+from canzona_cli.cluster.possible import fill
+from canzona_cli.cluster.search import candidates
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import Execution

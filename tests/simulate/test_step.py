@@ -454,6 +454,32 @@ def test_keys_and_values_are_gathered_in_time_where_no_ring_hides_them(transform
         assert slow - fast == pytest.approx(received / 360e9, rel=1e-6)
 
 
+def test_a_ring_over_several_nodes_waits_for_the_network() -> None:
+    """8B, 4096 tokens over two nodes, a head of 128 for each of 8 TP ranks: on a network that is too slow for
+    attention to hide it, each of 36 layers waits for the keys and values of half a sequence, in bf16."""
+    mesh, seconds = replace(layout(tp=8), cp=2), []
+    for rate in (0.5, 0.25):
+        cluster = replace(H100, transformer_engine=True, inter_node_gb_per_s=rate)
+        stage = stage_time(config_of("8b", mesh, cluster), mesh, 0)
+        assert {module.moves[0].link for module in stage.modules if module.part == "qkv"} == {"network"}
+        seconds.append((stage.forward_s, stage.backward_s))
+    received_s = 36 * 4096 // 2 * 2 * 128 * 2 / 0.45e9
+    (fast, fast_back), (slow, slow_back) = seconds
+    assert slow - fast == pytest.approx(received_s, rel=1e-6)
+    assert slow_back - fast_back == pytest.approx(2 * received_s, rel=1e-6), "their gradients travel too"
+
+
+def test_the_outputs_of_a_rings_slices_are_added_up() -> None:
+    """Two slices of one sequence, or one whole sequence of half as many: the same tokens and products."""
+    unsliced = stage_time(config_of("8b", layout(dp=2)), layout(dp=2), 0)
+    mesh = replace(layout(micro=2), cp=2)
+    sliced = stage_time(config_of("8b", mesh), mesh, 0)
+    moved = 36 * 3 * 4096 * 32 * 128 * 2  # bytes: two reads and a write of an output of 32 heads, in bf16
+    assert sliced.forward_s - unsliced.forward_s == pytest.approx(1.2 * moved / 3350e9, rel=0.4)
+    added = [two.backward_s - one.backward_s for one, two in zip(unsliced.modules, sliced.modules, strict=True)]
+    assert sum(added) == pytest.approx(2 * (sliced.forward_s - unsliced.forward_s), rel=0.2)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_attention_on_a_cpu_takes_about_as_long_as_measured(precision: Precision) -> None:
     """One thread, 8 sequences of 256 and 8 heads of 32, a layer: 9.9 ms forward and 31.5 ms backward in bf16, 9.3 and
