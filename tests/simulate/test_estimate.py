@@ -8,7 +8,7 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import Execution
 from canzona_cli.planner.make import make_plan
-from canzona_cli.simulate.estimate import estimated_step_seconds
+from canzona_cli.simulate.estimate import estimated_step_seconds, flex_speedup
 from canzona_cli.simulate.predict import simulate_run
 from tests.sizes import run
 
@@ -43,3 +43,18 @@ def test_it_knows_what_experts_traffic_adds_to_a_step(mesh: tuple[str, ...]) -> 
     resolved = fill(config, candidate.layout)
     simulated_s = simulate_run(resolved, candidate.layout, make_plan(resolved, candidate.layout)).iteration_s
     assert 0.94 * simulated_s <= estimated_step_seconds(config, candidate.layout) <= 1.01 * simulated_s
+
+
+def test_the_gain_of_flex_is_about_that_of_the_simulated_step() -> None:
+    given = ("recipe=qwen3-30b-a3b", "gpus=64", "optimizer=adamw", "parallel.tp=1", "parallel.pp=1", "parallel.cp=1")
+    steps = []
+    for dispatcher in ("alltoall", "flex"):
+        layout = ("parallel.ep=8", "train.micro_batch_size=1", "train.recompute=none")
+        config = compose_run([*given, *layout, f"parallel.dispatcher={dispatcher}"], training=False).config
+        (candidate,) = candidates(config)
+        steps.append(simulate_run(fill(config, candidate.layout), candidate.layout, None).iteration_s)
+        assert flex_speedup(config, candidate.layout) is None, "the user has chosen"
+    open_config = compose_run([*given, *layout], training=False).config
+    speedup = flex_speedup(open_config, candidate.layout)
+    assert speedup == pytest.approx(steps[0] / steps[1], rel=0.02)
+    assert speedup > 1.05
