@@ -470,11 +470,12 @@ def _columns(path: Path, file: "ParquetFile", column: str, fields: Sequence[str]
     from pyarrow import types
 
     schema = file.schema_arrow
-    chats = [name for name in schema.names if "struct<" in str(kind := schema.field(name).type) and types.is_list(kind)]
+    kinds = dict(zip(schema.names, schema.types, strict=True))
+    chats = [name for name, kind in kinds.items() if types.is_list(kind) and types.is_struct(kind.value_type)]
     wanted = list(dict.fromkeys([column, *fields]))
     tops = {name: name if name in schema.names else name.split(".")[0] for name in wanted}
     columns = [top for top in dict.fromkeys(tops.values()) if top in schema.names]
-    kind = schema.field(tops[column]).type if tops[column] in columns else None
+    kind = kinds.get(tops[column])
     for part in [] if column in schema.names else column.split(".")[1:]:
         found = kind is not None and types.is_struct(kind) and kind.get_field_index(part) >= 0
         kind = kind.field(part).type if kind is not None and found else None

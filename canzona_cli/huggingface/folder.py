@@ -251,8 +251,11 @@ def _files(path: Path, key: str, problems: list[Problem], lacking: list[Problem]
     try:
         weight_map = read_object(path / INDEX).get("weight_map")
     except Absent:
-        if (path / WEIGHTS).is_file():
-            return [path / WEIGHTS]
+        if os.path.lexists(path / WEIGHTS):
+            if (path / WEIGHTS).is_file():
+                return [path / WEIGHTS]
+            problems.append(Problem(key=key, value=path / WEIGHTS, reason="is not a file", fix="download it again"))
+            return []
         reason, fix = "has no safetensors weights", f"{WEIGHTS}, or {INDEX} and its files; pickles are never read"
         lacking.append(Problem(key=key, value=path, reason=reason, fix=fix))
         return []
