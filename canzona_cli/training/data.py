@@ -172,7 +172,7 @@ class BatchStream(Iterator[Batch]):
         self._world = world
         if count is None:
             sample_count = len(dataset)  # type: ignore[arg-type]
-            indices: Iterable[list[int | None]] = _indices(
+            indices: Iterable[list[int]] | Iterable[list[int | None]] = _indices(
                 world.layout, world.dp_rank, first_sample=first_sample, sample_count=sample_count
             )
         else:
@@ -221,9 +221,9 @@ def _padded_indices(layout: Layout, dp_rank: int, *, count: int) -> list[list[in
     return micro_batches
 
 
-def _indices(layout: Layout, dp_rank: int, *, first_sample: int, sample_count: int) -> list[list[int | None]]:
+def _indices(layout: Layout, dp_rank: int, *, first_sample: int, sample_count: int) -> list[list[int]]:
     """Returns the sample indices of each micro-batch of one data-parallel rank, in order."""
-    micro_batches: list[list[int | None]] = []
+    micro_batches = []
     for batch_start in range(first_sample, sample_count - layout.global_batch_size + 1, layout.global_batch_size):
         for micro in range(layout.num_microbatches):
             start = batch_start + (micro * layout.dp + dp_rank) * layout.micro_batch_size

@@ -121,13 +121,15 @@ def test_the_header_names_the_plan_its_balance_and_its_file(written: Path, tmp_p
 
 
 def test_only_engine_settings_that_shape_a_plan_change_its_hash(tmp_path: Path) -> None:
-    settings = {field.name for field in fields(EngineConfig)} - {"plan", "strategy"}
+    without_effect = {"plan", "strategy", "muon_tp_mode"}  # the last one is of strategies without a plan
+    settings = {field.name for field in fields(EngineConfig)} - without_effect
     other = {"layout": "contiguous", "splitting": "fused", "alpha": 0.5, "grouping": "greedy", "c_max_mib": 64.0}
     other |= {"reduction": "reduce", "exchange_dtype": "bf16", "mode": "hosted"}
     assert settings == other.keys(), "a new setting: does it change the plan?"
     plain = obtained(*resolved(), tmp_path).plan.hash
     for name, value in other.items():
         assert obtained(*resolved(**{name: value}), tmp_path).plan.hash != plain, name
+    assert obtained(*resolved(muon_tp_mode="distributed"), tmp_path).plan.hash == plain
 
 
 @pytest.fixture(scope="module")

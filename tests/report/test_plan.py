@@ -147,8 +147,8 @@ def test_the_overview_plans_a_size_once_and_simulates_three_strategies(
     counted(Attempt, "plan")
     counted(UpdatePhase, "run")
     overview = layouts.overview([], [])
-    assert [set(plan.study.strategies) for plan in overview.plans if plan.study] == [
-        {"adamw", "layerwise", "canzona"}
-    ] * 2
+    studied = [{name.partition("/")[0] for name in plan.study.strategies} for plan in overview.plans if plan.study]
+    assert studied == [{"adamw", "layerwise", "canzona"}] * 2
     assert counts["plan"] <= 4
-    assert counts["run"] == counts["plan"] + 3 * 2
+    # canzona, AdamW and the three modes of layerwise, besides the simulations of the search.
+    assert counts["run"] <= counts["plan"] + 5 * 2

@@ -55,10 +55,11 @@ def test_layouts_are_predicted_within_the_stated_errors() -> None:
 
 
 def test_series_that_were_fitted_are_apart_from_the_others() -> None:
-    """The README's figures: MAPE 1.8% of dense models, 1.1% of models with experts."""
+    """The manual's figures: MAPE 2.4% of dense models, 1.1% of models with experts. The numbers were fitted before a
+    ring of context parallelism paid for adding up its slices, which made a fitted series longer by 1.3%."""
     dense, experts = (counted_series(compared(), fitted=True, experts=experts) for experts in (False, True))
     assert {one.series.model for one in dense} == {"llama3.1-8b", "nemotron4-15b"}
-    assert mean_absolute_error(dense) < 0.02
+    assert mean_absolute_error(dense) < 0.025
     assert {one.series.model for one in experts} == {"qwen3-30b-a3b"}
     assert len(experts) == 3
     assert max(abs(one.error) for one in experts) < 0.02
