@@ -189,7 +189,7 @@ def test_the_numbers_of_the_profile_are_those_that_the_fitted_series_give(tmp_pa
     checked = tmp_path / "checked.json"
     checked.write_text(content(setup, {"torch": "2.11.0", "canzona": "0.1.0"}, parts), encoding="utf-8")
     said = ran(sys.executable, "scripts/published.py", "--gpu-check", checked, cwd=REPOSITORY).stdout
-    assert re.search(r"refit 0\.\d% of 2%", said)
+    assert re.search(r"refit [01]\.\d% of 2%", said)
     assert "Goals missed" not in said
     assert "1 x NVIDIA H200, torch 2.11.0, canzona 0.1.0:" in said
     assert "| matrix_update | 1.5 ms | 1.25 ms | +20.0% |" in said
