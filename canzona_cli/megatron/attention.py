@@ -172,20 +172,17 @@ class _BlockwiseAttention(torch.autograd.Function):
         query, key, value = ctx.saved_tensors  # type: ignore[attr-defined]
         scale: float = ctx.scale  # type: ignore[attr-defined]
         keys, values = _stack_keys(key), _stack_keys(value)
-        # In bf16, sums over the 128 blocks of a long sequence would lose up to 10 times what one rounding does.
-        grad_keys = torch.zeros_like(keys, dtype=torch.promote_types(keys.dtype, torch.float32))
-        grad_query, grad_values = torch.empty_like(query), torch.zeros_like(grad_keys)
+        grad_query, grad_keys, grad_values = torch.empty_like(query), torch.zeros_like(keys), torch.zeros_like(values)
         for start, end, attended in _blocks(query, key):
             queries, grads = _stack_queries(query[start:end], keys), _stack_queries(grad[start:end], keys)
             weights = _attention_weights(queries, keys[:, :attended], end - start, scale)
-            grad_values[:, :attended].add_(torch.bmm(weights.mT, grads))
+            grad_values[:, :attended].baddbmm_(weights.mT, grads)
             grad_weights = torch.bmm(grads, values[:, :attended].mT)
             grad_scores = torch.ops.aten._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
             grad_queries = torch.bmm(grad_scores, keys[:, :attended]).mul_(scale)
             grad_query[start:end] = _unstack_queries(grad_queries, query[start:end])
-            grad_keys[:, :attended].add_(torch.bmm(grad_scores.mT, queries), alpha=scale)
-        grad_key, grad_value = grad_keys.to(key.dtype), grad_values.to(value.dtype)
-        return grad_query, _unstack_keys(grad_key, key), _unstack_keys(grad_value, value), None
+            grad_keys[:, :attended].baddbmm_(grad_scores.mT, queries, alpha=scale)
+        return grad_query, _unstack_keys(grad_keys, key), _unstack_keys(grad_values, value), None
 
 
 def _blocks(query: torch.Tensor, key: torch.Tensor) -> list[tuple[int, int, int]]:
