@@ -2,9 +2,9 @@
 
 Megatron-core asks `torch.cuda` for the device, streams and random state, and passes `'cuda'` where it creates
 tensors. On a machine without CUDA each of these calls raises an error. `install` replaces all of them by CPU
-versions, so that the same Megatron code runs over gloo. It also replaces Megatron's norm of gradients, which is
-imprecise on CPUs. Each replaced name is a `Replacement` and has a contract test
-(`tests/megatron/test_cpu_backend.py`) that runs the Megatron code that needs it.
+versions, so that the same Megatron code runs over gloo. It also replaces two functions that are imprecise on CPUs:
+Megatron's norm of gradients, and torch's embedding in bf16. Each replaced name is a `Replacement` and has a contract
+test (`tests/megatron/test_cpu_backend.py`) that runs the Megatron code that needs it.
 """
 
 import functools
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import torch
+from torch.autograd.function import FunctionCtx
 
 from canzona_cli.optimizers.norms import sum_of_squares
 
@@ -107,6 +108,43 @@ def _l2_norm(
     return sum_of_squares(gradients).sqrt().view(1), None
 
 
+class _PreciseEmbedding(torch.autograd.Function):
+    """An embedding whose weight gradient is summed in fp32 and rounded once, as on CUDA.
+
+    On CPUs, torch adds up the gradients of equal tokens in the weight's dtype. In bf16, a sum of ones stops growing
+    at 256, because half a unit in the last place is then one."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight_shape = weight.shape  # type: ignore[attr-defined]
+        return torch.embedding(weight, ids)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        (ids,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        grad_weight = grad.new_zeros(ctx.weight_shape)  # type: ignore[attr-defined]
+        # The sums in fp32 have one row for each token that occurs, not one for each token of the vocabulary.
+        tokens, rows = ids.unique(return_inverse=True)
+        sums = torch.zeros(tokens.numel(), grad.size(-1), dtype=torch.float32)
+        sums.index_add_(0, rows.view(-1), grad.reshape(-1, grad.size(-1)).float())
+        return None, grad_weight.index_copy_(0, tokens, sums.to(grad.dtype))
+
+
+def _embedding(original: Callable[..., object]) -> Callable[..., object]:
+    """Wraps torch's embedding, to use `_PreciseEmbedding` for bf16 weights. Calls with options, which Megatron
+    does not use, are passed on."""
+
+    @functools.wraps(original)
+    def embed(*args: object, **kwargs: object) -> object:
+        match args:
+            case (ids, torch.Tensor(dtype=torch.bfloat16) as weight) if not kwargs:
+                return _PreciseEmbedding.apply(ids, weight)
+        return original(*args, **kwargs)
+
+    return embed
+
+
 def _set_rng_state(new_state: torch.Tensor, device: object = None, graph_safe: bool = False) -> None:
     torch.set_rng_state(new_state)
 
@@ -121,7 +159,7 @@ def _replacements() -> tuple[Replacement, ...]:
     import megatron.core.tensor_parallel.random as mcore_random
     import megatron.core.transformer.moe.token_dispatcher as dispatcher
 
-    cuda = torch.cuda
+    cuda, functional = torch.cuda, torch.nn.functional
     module = "transformer.moe.token_dispatcher"
     type_name, wrap = _megatron_type_name(torch.Tensor.type), _factory_on_cpu
     return (
@@ -134,6 +172,7 @@ def _replacements() -> tuple[Replacement, ...]:
         Replacement(mcore_random, "_get_cuda_rng_state", _get_rng_state, "tensor_parallel.random fork"),
         Replacement(mcore_random, "_set_cuda_rng_state", _set_rng_state, "tensor_parallel.random fork"),
         Replacement(clip_grads, "l2_norm_impl", _l2_norm, "optimizer.clip_grads"),
+        Replacement(functional, "embedding", _embedding(functional.embedding), "tensor_parallel.layers"),
         Replacement(torch.Tensor, "type", type_name, "optimizer.optimizer, .distrib_optimizer, .clip_grads"),
         Replacement(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor, "models.common.language_module"),
         Replacement(torch, "tensor", wrap(torch.tensor), "optimizer.optimizer (loss scale), rotary tables under cp"),

@@ -15,9 +15,12 @@ class RandomTokens(torch.utils.data.Dataset[Batch]):
     def __len__(self) -> int:
         return self._samples
 
-    def __getitem__(self, index: int) -> Batch:
+    def _text(self, index: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(index)
-        text = torch.randint(self._vocab_size, (self._seq_length + 1,), generator=generator)
+        return torch.randint(self._vocab_size, (self._seq_length + 1,), generator=generator)
+
+    def __getitem__(self, index: int) -> Batch:
+        text = self._text(index)
         return {
             "tokens": text[:-1],
             "labels": text[1:],
@@ -26,6 +29,15 @@ class RandomTokens(torch.utils.data.Dataset[Batch]):
         }
 
 
-def samples_of(config: RunConfig, count: int) -> RandomTokens:
-    """Returns random samples with the length of the run's sequences and the vocabulary of its model."""
-    return RandomTokens(samples=count, seq_length=config.train.seq_length, vocab_size=config.model.vocab_size)
+class FrequentToken(RandomTokens):
+    """Samples in which every second token is the same, as frequent as spaces in indented source code."""
+
+    def _text(self, index: int) -> torch.Tensor:
+        text = super()._text(index)
+        text[::2] = ord(" ")
+        return text
+
+
+def samples_of(config: RunConfig, count: int, kind: type[RandomTokens] = RandomTokens) -> RandomTokens:
+    """Returns samples with the length of the run's sequences and the vocabulary of its model."""
+    return kind(samples=count, seq_length=config.train.seq_length, vocab_size=config.model.vocab_size)

@@ -141,6 +141,30 @@ def _norm_of_a_long_gradient(world: World) -> None:
     assert float(norm) == pytest.approx(float((np.square(long.numpy(), dtype=np.float64).sum() + 3) ** 0.5), rel=1e-6)
 
 
+def _gradient_of_a_frequent_token(world: World) -> None:
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+
+    settings = ModelParallelConfig(params_dtype=torch.bfloat16, perform_initialization=False)
+    embedding = VocabParallelEmbedding(
+        8, 16, init_method=torch.nn.init.zeros_, config=settings, tp_group=world.groups.tp
+    )
+    torch.nn.init.normal_(embedding.weight)
+    # 2,048 times token 3, and 16 others; with TP 2, tokens 4 to 7 are on the other rank.
+    ids = torch.cat([torch.full((2048,), 3), torch.tensor([0, 1, 5, 7]).repeat(4)]).view(8, -1)
+    grads = 1 + torch.randn(*ids.shape, 16, generator=torch.Generator().manual_seed(1)) / 4
+    grads = grads.bfloat16()
+    torch.autograd.backward(embedding(ids), grads)
+    expected = np.zeros((8, 16))
+    np.add.at(expected, ids.numpy(), grads.double().numpy())
+    first, last = embedding.vocab_start_index, embedding.vocab_end_index
+    gradient = embedding.weight.grad
+    assert gradient is not None
+    assert gradient.dtype == torch.bfloat16
+    # bf16 has 8 significant bits, so rounding changes a number by at most 1/256 of it.
+    np.testing.assert_allclose(gradient.double().numpy(), expected[first:last], rtol=2**-8, atol=0)
+
+
 def _causal_mask(world: World) -> None:
     from megatron.core.transformer.utils import get_default_causal_mask
 
@@ -178,8 +202,8 @@ _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 _RANDOM = "megatron.core.tensor_parallel.random"
 
 
-def _layout(*, pp: int = 1, dp: int = 1, ep: int = 1) -> Layout:
-    return replace(layout(pp=pp, dp=dp), ep=ep)
+def _layout(*, tp: int = 1, pp: int = 1, dp: int = 1, ep: int = 1) -> Layout:
+    return replace(layout(tp=tp, pp=pp, dp=dp), ep=ep)
 
 
 CONTRACTS: dict[str, tuple[Contract, Layout]] = {
@@ -192,6 +216,7 @@ CONTRACTS: dict[str, tuple[Contract, Layout]] = {
     f"{_RANDOM}._get_cuda_rng_state": (_fork_draws_from_its_own_state, _layout()),
     f"{_RANDOM}._set_cuda_rng_state": (_fork_draws_from_its_own_state, _layout()),
     "megatron.core.optimizer.clip_grads.l2_norm_impl": (_norm_of_a_long_gradient, _layout()),
+    "torch.nn.functional.embedding": (_gradient_of_a_frequent_token, _layout(tp=2)),
     "Tensor.type": (_optimizers_sort_parameters_by_type, _layout()),
     "Tensor.cuda": (_tied_embedding_of_a_pipeline, _layout(pp=2)),
     "torch.tensor": (_loss_scale_of_an_optimizer, _layout()),
