@@ -183,11 +183,12 @@ class Moved(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize(
-    ("form", "kind", "stack"), [("standard", Muon, False), ("standard", NorMuon, True), ("gram", Muon, True),
-                                ("gram", NorMuon, False), ("gram", NorMuon, True)],
+    ("form", "kind", "stack", "fused"),
+    [("standard", Muon, False, False), ("standard", NorMuon, True, False), ("gram", Muon, True, False),
+     ("gram", NorMuon, False, True), ("gram", NorMuon, False, False), ("gram", NorMuon, True, True)],
 )  # fmt: skip
 def test_a_gpu_moves_around_the_iteration_what_plans_count(
-    form: Form, kind: type[Muon], stack: bool, monkeypatch: pytest.MonkeyPatch
+    form: Form, kind: type[Muon], stack: bool, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine's part comes on top: whether weights are finite, 4 bytes, and their rounded copy, 6."""
 
@@ -199,8 +200,8 @@ def test_a_gpu_moves_around_the_iteration_what_plans_count(
     monkeypatch.setattr(muon, "newton_schulz", lambda x, *_: x)
     monkeypatch.setattr(muon, "gram_newton_schulz", iterated)
     both = [torch.nn.Parameter(torch.ones(256, 512)) for _ in range(2)]
-    how = Algorithm(name="muon" if kind is Muon else "normuon", form=form, stack=stack)
-    optimizer = kind(both, 0.01, form=form, stack=stack)
+    how = Algorithm(name="muon" if kind is Muon else "normuon", form=form, stack=stack, fused=fused)
+    optimizer = kind(both, 0.01, form=form, stack=stack, fused=fused)
     for p in both:
         p.grad = torch.ones(256, 512)
     optimizer.step()  # makes state and scratch
