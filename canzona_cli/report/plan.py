@@ -62,7 +62,8 @@ class PlanView(Page):
             yield from items("Assumptions", study.assumptions, "dim")
         if self.verbose or self.assumptions or compared:
             yield Text()  # the summary has no line to spare
-        yield paragraph(self._file_text())
+        if self.verbose or self.written is not None:
+            yield paragraph(self._file_text())
         yield from map(note, self._hints())
 
     @property
@@ -140,8 +141,7 @@ class PlanView(Page):
         """Yields the row that names the faster dispatcher, which is not chosen because it needs DeepEP."""
         speedup = self.study.flex_speedup
         if speedup is not None and speedup > 1.005:
-            gain = f"about {speedup - 1:.0%} more tokens/s in this layout (estimated)"
-            yield "dispatcher", f"alltoall; with DeepEP installed, parallel.dispatcher=flex gives {gain}"
+            yield "dispatcher", f"alltoall; flex (needs DeepEP): about {speedup - 1:+.0%} tokens/s (estimated)"
 
     def _update_rows(self) -> Iterator[tuple[str, Text | str]]:
         """Yields the rows about the time of updates."""
