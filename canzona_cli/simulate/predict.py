@@ -3,7 +3,8 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Final
+from functools import lru_cache
+from typing import Final, NamedTuple
 
 from canzona_cli.config.execution import AnyStrategy, splitting_of, strategy_of, with_strategy
 from canzona_cli.config.schema import Layout, RunConfig
@@ -57,7 +58,30 @@ def simulate_run(config: RunConfig, layout: Layout, plan: Plan | None) -> Strate
 
 
 def simulate_plan(config: RunConfig, layout: Layout, plan: Plan) -> StrategyResult:
-    """Simulates one iteration under a plan."""
+    """Simulates one iteration under a plan.
+
+    The last 8 results are cached, because the search for a layout has already simulated the plan of the chosen
+    layout.
+    """
+    return _simulate_plan(config, layout, _PlanKey(plan))
+
+
+class _PlanKey(NamedTuple):
+    """A plan as the key of a cache. Plans are equal only if they are the same object, because comparing thousands of
+    matrices would take long."""
+
+    plan: Plan
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _PlanKey) and self.plan is other.plan
+
+    def __hash__(self) -> int:
+        return id(self.plan)
+
+
+@lru_cache(maxsize=8)
+def _simulate_plan(config: RunConfig, layout: Layout, key: _PlanKey) -> StrategyResult:
+    plan = key.plan
     workload = Workload(
         strategy=plan.subject.settings.strategy,
         matrices=plan.matrices,
