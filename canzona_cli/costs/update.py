@@ -92,7 +92,7 @@ class UpdateTime(NamedTuple):
     @property
     def alone_s(self) -> float:
         """The seconds until both are done, if nothing else is updated before or after."""
-        return max(self)
+        return self.device_s if self.device_s >= self.host_s else self.host_s
 
 
 def summed(times: Iterable[UpdateTime]) -> UpdateTime:
