@@ -265,6 +265,7 @@ def gram_scale(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfi
     return _time(algorithm, rows, cols, cluster).alone_s / _modelled(algorithm, rows, cols, cluster)[0].alone_s
 
 
+@lru_cache(maxsize=4096)
 def rounded(seconds: float) -> float:
     """Rounds to `COST_DIGITS` significant digits."""
     return float(f"{seconds:.{COST_DIGITS - 1}e}")
