@@ -137,7 +137,7 @@ def plan(
         written = out or default_path(study.config, study.plan)
         text = study.plan.to_json(about={"recipe": study.config.name, "gpus": study.config.gpus})
         write_out(written, text, fix="choose another path with --out FILE")
-    figures = {**study.as_json(), "plan_file": None if written is None else str(written)}
+    figures = {**study.as_json(), "plan_file": None if written is None else str(written)} if json else {}
     if json and html is None:
         show(figures)  # before anything is imported for pages
         return

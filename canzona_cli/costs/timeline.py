@@ -14,7 +14,6 @@ The result is deterministic: simultaneous tasks run in the order in which they w
 import heapq
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import NamedTuple
 
 from canzona_cli.costs.links import Transfer
@@ -45,6 +44,17 @@ class TaskTimes(NamedTuple):
     """The time at which the task's stream became free. The task then waited `start - ready` seconds."""
     held_by: int | None
     """The task in `after` that ended last; None if the task started as soon as its stream was free."""
+
+
+class _Order(NamedTuple):
+    """The tasks that each task of a timeline waits for, by index."""
+
+    previous: Sequence[int | None]
+    """The previous task on the task's stream; None for the first task of a stream."""
+    missing: list[int]
+    """The number of tasks that must end before the task starts."""
+    waiters: Sequence[Sequence[int]]
+    """The tasks that wait for the task."""
 
 
 _PROCESSOR = ("processor",)
@@ -130,9 +140,7 @@ class Timeline:
             seconds, link, link_s = 0.0, _PROCESSOR, seconds + link_s
         else:
             cores = 0.0
-        self.tasks.append(
-            Task(phase=phase, stream=stream, seconds=seconds, link=link, link_s=link_s, cores=cores, after=tuple(after))
-        )
+        self.tasks.append(Task(phase, stream, seconds, link, link_s, cores, tuple(after)))
         return len(self.tasks) - 1
 
     def transfer(
@@ -171,34 +179,50 @@ class Timeline:
             slowed_by: for each stream that is slowed down, the streams of the transfers that do so.
             share: the share of the compute units that transfers take.
         """
-        undisturbed = self.run()
         if not share:
-            return undisturbed
-        by_stream: dict[Hashable, list[tuple[int, TaskTimes]]] = {}
-        for index, (task, times) in enumerate(zip(self.tasks, undisturbed, strict=True)):
-            if times.end > times.start:
-                by_stream.setdefault(task.stream, []).append((index, times))
+            return self.run()
+        order = self._order()
+        start, end = self._times(order)
+        # The tasks that take time, by the streams that are looked at.
+        by_stream: dict[Hashable, list[int]] = {
+            stream: [] for slowed, transfers in slowed_by.items() for stream in (slowed, *transfers)
+        }
+        for index, task in enumerate(self.tasks):
+            indices = by_stream.get(task.stream)
+            if indices is not None and end[index] > start[index]:
+                indices.append(index)
         for stream, transfer_streams in slowed_by.items():
             for transfer_stream in transfer_streams:
-                transfers = [times for _, times in by_stream.get(transfer_stream, [])]
-                self._slow_down(by_stream.get(stream, []), transfers, share)
-        return self.run()
+                transfers = [(start[index], end[index]) for index in by_stream[transfer_stream]]
+                if transfers:
+                    computing = [(index, start[index], end[index]) for index in by_stream[stream]]
+                    self._slow_down(computing, transfers, share)
+        return self._task_times(order, *self._times(order))
 
     def _slow_down(
-        self, computing: Sequence[tuple[int, TaskTimes]], transfers: Sequence[TaskTimes], share: float
+        self, computing: Sequence[tuple[int, float, float]], transfers: Sequence[tuple[float, float]], share: float
     ) -> None:
-        """Lengthens each task by `share` times its overlap with `transfers`; both are in order of time."""
+        """Lengthens each task by `share` times its overlap with `transfers`; both are in order of time.
+
+        Args:
+            computing: the index, start and end of each task.
+            transfers: the start and end of each transfer.
+        """
         done = 0  # the number of transfers that ended before the task
-        for index, times in computing:
+        for index, start, end in computing:
             overlap_s = 0.0
-            for transfer in islice(transfers, done, None):
-                if transfer.start >= times.end:
+            for place in range(done, len(transfers)):
+                transfer_start, transfer_end = transfers[place]
+                if transfer_start >= end:
                     break
-                overlap_s += max(0.0, min(times.end, transfer.end) - max(times.start, transfer.start))
-                if transfer.end <= times.end:
+                overlap_s += max(0.0, min(end, transfer_end) - max(start, transfer_start))
+                if transfer_end <= end:
                     done += 1
-            task = self.tasks[index]
-            self.tasks[index] = task._replace(seconds=task.seconds + share * overlap_s)
+            if overlap_s:
+                task = self.tasks[index]
+                self.tasks[index] = task._replace(seconds=task.seconds + share * overlap_s)
+            elif done == len(transfers):
+                break
 
     def run(self) -> list[TaskTimes]:
         """Simulates the tasks; returns the times of each.
@@ -206,71 +230,98 @@ class Timeline:
         Raises:
             ValueError: tasks wait for each other in a cycle.
         """
-        tasks = self.tasks
-        previous = self._previous()
-        missing = [len(task.after) + (before is not None) for task, before in zip(tasks, previous, strict=True)]
-        waiters: list[list[int]] = [[] for _ in tasks]
-        for index, (task, before) in enumerate(zip(tasks, previous, strict=True)):
-            for other in (*task.after, *(() if before is None else (before,))):
-                waiters[other].append(index)
+        order = self._order()
+        return self._task_times(order, *self._times(order))
 
+    def _order(self) -> _Order:
+        """Returns the tasks that each task follows. It does not depend on how long the tasks take."""
+        previous: list[int | None] = []
+        missing: list[int] = []
+        waiters: list[list[int]] = [[] for _ in self.tasks]
+        last_of_stream: dict[Hashable, int] = {}
+        for index, task in enumerate(self.tasks):
+            before = last_of_stream.get(task.stream)
+            last_of_stream[task.stream] = index
+            previous.append(before)
+            for other in task.after:
+                waiters[other].append(index)
+            if before is None:
+                missing.append(len(task.after))
+            else:
+                waiters[before].append(index)
+                missing.append(len(task.after) + 1)
+        return _Order(previous=previous, missing=missing, waiters=waiters)
+
+    def _times(self, order: _Order) -> tuple[list[float], list[float]]:
+        """Simulates the tasks; returns the start and the end of each.
+
+        Only tasks that share a link or the processor are simulated in order of time. The end of any other task
+        follows at once when all tasks that it waits for have ended.
+
+        Raises:
+            ValueError: tasks wait for each other in a cycle.
+        """
+        tasks, waiters, missing = self.tasks, order.waiters, order.missing.copy()
         start, end = [0.0] * len(tasks), [-1.0] * len(tasks)
         resources: dict[Hashable, _SharedResource] = {}
         # (time, kind, index). Kind 0: the `seconds` of task `index` are over. Kind 1: a transfer may have
         # ended on the link of task `index`.
         events: list[tuple[float, int, int]] = []
-        for index, count in enumerate(missing):
-            if count == 0:
-                heapq.heappush(events, (tasks[index].seconds, 0, index))
-
-        def finish(index: int, now: float) -> None:
-            end[index] = now
-            for waiter in waiters[index]:
-                missing[waiter] -= 1
-                if missing[waiter] == 0:
-                    start[waiter] = now
-                    heapq.heappush(events, (now + tasks[waiter].seconds, 0, waiter))
-
-        while events:
-            now, kind, index = heapq.heappop(events)
-            task = tasks[index]
-            if kind == 0 and (task.link is None or task.link_s == 0):
-                finish(index, now)
-                continue
-            if task.link not in resources:
-                cores = self._cores if task.link is _PROCESSOR else None
-                resources[task.link] = _SharedResource(cores=cores, crowding=self._crowding)
-            resource = resources[task.link]
+        push, pop = heapq.heappush, heapq.heappop
+        # The tasks whose start is known.
+        ready = [index for index, count in enumerate(missing) if count == 0]
+        while True:
+            while ready:
+                index = ready.pop()
+                task = tasks[index]
+                ends = start[index] + task.seconds
+                if task.link is not None and task.link_s != 0:
+                    push(events, (ends, 0, index))
+                    continue
+                end[index] = ends
+                for waiter in waiters[index]:
+                    if start[waiter] < ends:
+                        start[waiter] = ends
+                    missing[waiter] -= 1
+                    if missing[waiter] == 0:
+                        ready.append(waiter)
+            if not events:
+                break
+            now, kind, index = pop(events)
+            link = tasks[index].link
+            resource = resources.get(link)
+            if resource is None:
+                cores = self._cores if link is _PROCESSOR else None
+                resource = resources[link] = _SharedResource(cores=cores, crowding=self._crowding)
             if kind == 0:
                 resource.advance(now)
-                resource.join(index, task.link_s, task.cores)
+                resource.join(index, tasks[index].link_s, tasks[index].cores)
             elif not resource.active or now < resource.next_end():
                 continue  # another transfer has joined in the meantime, and a later event has the new end
             else:
                 resource.advance(now)
-                _, done = heapq.heappop(resource.active)
+                _, done = pop(resource.active)
                 resource.demand -= tasks[done].cores
-                finish(done, now)
+                end[done] = now
+                for waiter in waiters[done]:
+                    if start[waiter] < now:
+                        start[waiter] = now
+                    missing[waiter] -= 1
+                    if missing[waiter] == 0:
+                        ready.append(waiter)
             if resource.active:
-                heapq.heappush(events, (resource.next_end(), 1, resource.active[0][1]))
-
-        if any(moment < 0 for moment in end):
+                push(events, (resource.next_end(), 1, resource.active[0][1]))
+        if any(missing):
             raise ValueError("tasks wait for each other in a cycle")
-        return [self._times_of(index, start[index], end, previous[index]) for index in range(len(tasks))]
+        return start, end
 
-    def _previous(self) -> list[int | None]:
-        """Returns the index of the previous task on the stream of each task; None for the first task of a
-        stream."""
-        previous: list[int | None] = []
-        last_of_stream: dict[Hashable, int] = {}
-        for index, task in enumerate(self.tasks):
-            previous.append(last_of_stream.get(task.stream))
-            last_of_stream[task.stream] = index
-        return previous
-
-    def _times_of(self, index: int, start: float, end: list[float], before: int | None) -> TaskTimes:
-        ready = end[before] if before is not None else 0.0
-        held_by = None
-        if start > ready:
-            held_by = max(self.tasks[index].after, key=lambda other: (end[other], -other))
-        return TaskTimes(start, end[index], ready, held_by)
+    def _task_times(self, order: _Order, start: Sequence[float], end: Sequence[float]) -> list[TaskTimes]:
+        times: list[TaskTimes] = []
+        for index, (before, begins, ends) in enumerate(zip(order.previous, start, end, strict=True)):
+            ready = 0.0 if before is None else end[before]
+            held_by = None
+            if begins > ready:
+                after = self.tasks[index].after
+                held_by = after[0] if len(after) == 1 else max(after, key=lambda other: (end[other], -other))
+            times.append(TaskTimes(begins, ends, ready, held_by))
+        return times

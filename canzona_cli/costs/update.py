@@ -92,7 +92,7 @@ class UpdateTime(NamedTuple):
     @property
     def alone_s(self) -> float:
         """The seconds until both are done, if nothing else is updated before or after."""
-        return max(self)
+        return self.device_s if self.device_s >= self.host_s else self.host_s
 
 
 def summed(times: Iterable[UpdateTime]) -> UpdateTime:
@@ -265,6 +265,7 @@ def gram_scale(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfi
     return _time(algorithm, rows, cols, cluster).alone_s / _modelled(algorithm, rows, cols, cluster)[0].alone_s
 
 
+@lru_cache(maxsize=4096)
 def rounded(seconds: float) -> float:
     """Rounds to `COST_DIGITS` significant digits."""
     return float(f"{seconds:.{COST_DIGITS - 1}e}")

@@ -20,6 +20,7 @@ All sizes are in bytes on one rank.
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from types import MappingProxyType
 
 from canzona_cli.config.schema import Layout, Mesh, RunConfig
@@ -33,7 +34,7 @@ from canzona_cli.optimizers.facts import Algorithm
 from canzona_cli.planner.exchange import group_traffic
 from canzona_cli.planner.order import LANES
 from canzona_cli.planner.pipeline import Job, make_jobs
-from canzona_cli.planner.plan import Plan, rank_buckets, sum_by_cell
+from canzona_cli.planner.plan import Plan, PlanKey, rank_buckets, sum_by_cell
 from canzona_cli.planner.reduction import ring_scratch
 
 
@@ -237,7 +238,17 @@ def memory_of(config: RunConfig, layout: Layout, plan: Plan | None) -> Memory:
 
 
 def plan_memory(config: RunConfig, layout: Layout, plan: Plan) -> PlanMemory:
-    """Returns the memory of the rank that needs the most under a plan, in any stage."""
+    """Returns the memory of the rank that needs the most under a plan, in any stage.
+
+    The last 8 results are cached, because making a plan, the search for a layout and the study of the plan need the
+    same.
+    """
+    return _plan_memory(config, layout, PlanKey(plan))
+
+
+@lru_cache(maxsize=8)
+def _plan_memory(config: RunConfig, layout: Layout, key: PlanKey) -> PlanMemory:
+    plan = key.plan
     stages = [_stage_memory(config, layout, plan, stage) for stage in range(plan.subject.layout.pp)]
     return max(stages, key=lambda memory: (memory.total, -memory.worst.rank))
 

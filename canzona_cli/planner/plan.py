@@ -327,6 +327,19 @@ class Plan:
         return plan
 
 
+class PlanKey(NamedTuple):
+    """A plan as the key of a cache. Plans are equal only if they are the same object, because comparing thousands of
+    matrices would take long."""
+
+    plan: Plan
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PlanKey) and self.plan is other.plan
+
+    def __hash__(self) -> int:
+        return id(self.plan)
+
+
 def content_hash(content: Mapping[str, object]) -> str:
     """Computes the hash of a plan file's content in full form (see `expand_families`); ignores entries that
     the hash does not cover."""

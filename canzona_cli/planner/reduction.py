@@ -232,6 +232,7 @@ class ReductionModel:
         self._weight_bytes, self._gradient_bytes = config.train.weight_bytes, config.train.gradient_bytes
         self._memory_rate = memory_rate(config.cluster)
         self._launch_s = config.cluster.launch_us * 1e-6
+        self._ring_transfers: dict[tuple[Native, bool, int, tuple[Range, ...]], Transfer] = {}
         # With gloo the all-to-all of a ring overlaps with nothing, because it is launched only after a wait
         # for the reduce-scatter.
         self.rings = config.cluster.device == "cuda" and max(self._group.size, self._experts.size) > 1
@@ -309,7 +310,7 @@ class ReductionModel:
             handover = self._links.all_to_all([owner_bytes], [owner_bytes], group)
             handover = handover.delayed(2 * owner_bytes / self._memory_rate)
             ring = ring.followed_by(handover)
-        return ring if ring.seconds <= WORTH * chain.seconds else replace(chain, fill_s=0.0)
+        return ring if ring.seconds <= WORTH * chain.seconds else chain.without_fill()
 
     def _choose_ways(self, buckets: Sequence[Bucket]) -> Iterator[Bucket]:
         """Yields a stage's buckets with the ways of reducing and gathering that let the last reduction, and
@@ -347,7 +348,13 @@ class ReductionModel:
     def _ring(self, bucket: Bucket, kind: Native) -> Transfer:
         """Returns the transfer of a bucket in a ring: a reduce-scatter or an all-gather of equal parts. If
         ranks do not own their parts, all-to-alls between parts and owners' shares and the copy of the largest
-        share are added."""
+        share are added. Results are cached, because the choices of many plans have the same buckets."""
+        key = kind, bucket.expert_rank is None, bucket.elements, _without_matrices(bucket)
+        if key not in self._ring_transfers:
+            self._ring_transfers[key] = self._compute_ring(bucket, kind)
+        return self._ring_transfers[key]
+
+    def _compute_ring(self, bucket: Bucket, kind: Native) -> Transfer:
         group = self._group_of(bucket)
         ranks = group.size
         if ranks == 1:
@@ -387,10 +394,10 @@ def _overlap(transfers: Sequence[Transfer], buckets: Sequence[Bucket], owners: i
             transfer, fill_s=max(0.0, 1 - _count_hops(bucket, next_bucket, owners) / (owners - 1)) * transfer.fill_s
         )
         if transfer.fill_s and next_transfer.fill_s
-        else replace(transfer, fill_s=0.0)
+        else transfer.without_fill()
         for (bucket, transfer), (next_bucket, next_transfer) in pairwise(zip(buckets, transfers, strict=True))
     ]
-    return [*overlaps, *(replace(last, fill_s=0.0) for last in transfers[-1:])]
+    return [*overlaps, *(last.without_fill() for last in transfers[-1:])]
 
 
 def _count_hops(bucket: Bucket, following: Bucket, owners: int) -> int:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Final
 
 from canzona_cli.config.execution import AnyStrategy, splitting_of, strategy_of, with_strategy
@@ -17,7 +18,7 @@ from canzona_cli.model.matrices import Matrix
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.planner.buckets import even_bucket, pool_parameters, pools
 from canzona_cli.planner.memory import memory_of
-from canzona_cli.planner.plan import Assignment, Bucket, Cell, Plan
+from canzona_cli.planner.plan import Assignment, Bucket, Cell, Plan, PlanKey
 from canzona_cli.run.breakdown import Prediction
 from canzona_cli.run.machine import cores
 from canzona_cli.simulate.step import StrategyResult, simulate
@@ -57,7 +58,17 @@ def simulate_run(config: RunConfig, layout: Layout, plan: Plan | None) -> Strate
 
 
 def simulate_plan(config: RunConfig, layout: Layout, plan: Plan) -> StrategyResult:
-    """Simulates one iteration under a plan."""
+    """Simulates one iteration under a plan.
+
+    The last 8 results are cached, because the search for a layout has already simulated the plan of the chosen
+    layout.
+    """
+    return _simulate_plan(config, layout, PlanKey(plan))
+
+
+@lru_cache(maxsize=8)
+def _simulate_plan(config: RunConfig, layout: Layout, key: PlanKey) -> StrategyResult:
+    plan = key.plan
     workload = Workload(
         strategy=plan.subject.settings.strategy,
         matrices=plan.matrices,

@@ -114,9 +114,17 @@ class UpdatePhase:
             max(cell.update.matrix_update_s for cell in cells if cell.team.stage == stage) for stage in stages
         ]
 
+    @cached_property
+    def _stage_matrices(self) -> Sequence[Sequence[Matrix]]:
+        """The matrices of each stage."""
+        stages: list[list[Matrix]] = [[] for _ in range(self._layout.pp)]
+        for matrix in self._workload.matrices:
+            stages[matrix.stage].append(matrix)
+        return stages
+
     def _teams(self, stage: int) -> list[Team]:
         layout, weights = self._layout, stage_weights(self._config, self._layout, stage)
-        stage_matrices = [matrix for matrix in self._workload.matrices if matrix.stage == stage]
+        stage_matrices = self._stage_matrices[stage]
         if self._execution.has_owners:
             return list(self._teams_of_owners(stage, stage_matrices, math.ceil(weights.others / layout.owners)))
         if self._execution.everywhere:
