@@ -56,5 +56,6 @@ def test_the_gain_of_flex_is_about_that_of_the_simulated_step() -> None:
         assert flex_speedup(config, candidate.layout) is None, "the user has chosen"
     open_config = compose_run([*given, *layout], training=False).config
     speedup = flex_speedup(open_config, candidate.layout)
+    assert speedup is not None
     assert speedup == pytest.approx(steps[0] / steps[1], rel=0.02)
     assert speedup > 1.05
