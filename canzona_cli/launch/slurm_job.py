@@ -99,14 +99,18 @@ class JobOptions:
         """The values of `more` by option; empty for an option without a value."""
         return dict(map(_name_and_value, self.more))
 
+    @property
+    def gpus(self) -> dict[str, int]:
+        """The numbers of GPUs that `more` asks for, by option."""
+        return {name: count for name, value in self.directives.items() if (count := _gpus(name, value))}
+
     def beside(self, recipes: Sequence[str]) -> "JobOptions":
         """Returns the options of a job whose recipe has the directives `recipes` (`cluster.sbatch`). Where both
         have an option, the recipe's is replaced; one way to ask for GPUs replaces all others."""
         mine, theirs, more = self.directives, dict(map(_name_and_value, recipes)), [*self.more]
         for directive in recipes:
             name, value = _name_and_value(directive)
-            asks_for_gpus = name in _GPUS and (name != "gres" or "gpu" in value)
-            if name not in (*_OF_RECIPES, *mine) and not (asks_for_gpus and mine.keys() & {*_GPUS}):
+            if name not in (*_OF_RECIPES, *mine) and not (self.gpus and _gpus(name, value)):
                 more.append(directive)
         return replace(
             self,
@@ -151,7 +155,7 @@ def check_options(options: JobOptions) -> None:
 def gpu_problems(config: RunConfig, options: JobOptions) -> Iterator[Problem]:
     """Yields a problem for each directive that asks for another number of GPUs than the run has ranks."""
     nodes, per_node = node_count(config), ranks_per_node(config)
-    asked = {name: counts for name in _GPUS if (counts := _gpus(name, options.directives.get(name, "")))}
+    asked = options.gpus
     if len(asked) > 1:
         reason = f"{' and '.join(f'--{name}' for name in asked)} both ask for GPUs"
         yield Problem("--sbatch", reason, "keep one of them", value=", ".join(asked))
@@ -172,6 +176,8 @@ def gpu_problems(config: RunConfig, options: JobOptions) -> Iterator[Problem]:
 
 def _gpus(option: str, value: str) -> int:
     """Returns the number of GPUs that an option asks for: 8 for `--gres=gpu:h100:8,nvme:1`; 0 if it asks for none."""
+    if option not in _GPUS:
+        return 0
     if option != "gres":
         match = _GPU_COUNT.fullmatch(value)
         return int(match[1]) if match else 0
@@ -214,7 +220,7 @@ def render(config: RunConfig, options: JobOptions, arguments: Sequence[str] | Pa
     removed = {"requeue"} if options.requeues == 0 else set()
     if options.requeues == 0:
         directives["no-requeue"] = ""
-    if config.cluster.device == "cuda" and not any(_gpus(name, options.directives.get(name, "")) for name in _GPUS):
+    if config.cluster.device == "cuda" and not options.gpus:
         directives["gpus-per-node"] = str(ranks_per_node(config))
     if options.directives.keys() & {*_MEMORY}:
         removed.add("mem")

@@ -19,37 +19,20 @@ MESSAGES = [
 ]
 
 
+def command(path: Path, *options: str) -> tuple[str | Path, ...]:
+    """The words that prepare a file by bytes."""
+    return "data", "prepare", path, "--output", "d", "--tokenizer", "byte", "--overwrite", *options
+
+
 def prepared(path: Path, *options: str) -> list[str]:
     """Prepares a file by bytes; returns its documents."""
-    command: tuple[str | Path, ...] = (
-        "data",
-        "prepare",
-        path,
-        "--output",
-        "d",
-        "--tokenizer",
-        "byte",
-        "--overwrite",
-        *options,
-    )
-    canzona(*command, cwd=path.parent, code=0)
+    canzona(*command(path, *options), cwd=path.parent, code=0)
     shown = canzona("data", "show", "d", "--json", "--documents", "9", cwd=path.parent, code=0)
     return [document["text"] for document in json.loads(shown.stdout)["shown"]]
 
 
 def refusal(path: Path, *options: str) -> str:
-    command: tuple[str | Path, ...] = (
-        "data",
-        "prepare",
-        path,
-        "--output",
-        "d",
-        "--tokenizer",
-        "byte",
-        "--overwrite",
-        *options,
-    )
-    return " ".join(canzona(*command, cwd=path.parent, code=2).stderr.split())
+    return " ".join(canzona(*command(path, *options), cwd=path.parent, code=2).stderr.split())
 
 
 def jsonl(path: Path, *records: object) -> Path:

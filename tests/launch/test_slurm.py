@@ -372,6 +372,8 @@ def test_a_signal_of_ones_own_sets_the_time_that_is_left_to_save() -> None:
 def test_the_command_line_replaces_what_the_recipe_says_of_the_job() -> None:
     recipe = ("--account=physics", "--time=1:00:00", "--gres=gpu:h100:2", "--reservation=mine", "--constraint=a")
     assert JobOptions().beside(recipe) == JobOptions(account="physics", time="1:00:00", more=recipe[2:])
+    disk = JobOptions(more=("--gres=nvme:1",)).beside(["--gpus-per-node=h100:8"])
+    assert disk.more == ("--gres=nvme:1", "--gpus-per-node=h100:8"), "a disk takes no GPUs' place"
     typed = JobOptions(time="2:00:00", more=("--gpus-per-node=2", "--constraint=b"))
     assert typed.beside(recipe) == replace(
         typed, account="physics", more=("--gpus-per-node=2", "--constraint=b", "--reservation=mine")
