@@ -22,7 +22,6 @@ COMMANDS = {
     "train": "Train a recipe, on a laptop CPU or a GPU cluster.",
     "resume": "Resume a run, here or on another machine or layout.",
     "bench": "Measure strategies side by side, next to their predictions.",
-    "tune": "Measure the best layouts; keep the fastest as a recipe.",
     "slurm": "Submit a run to Slurm, or print its sbatch script.",
     "validate": "Check a recipe and its overrides; list all mistakes.",
     "recipes": "List, show and copy recipes; show their layouts.",

@@ -24,7 +24,7 @@ OTHERS = ("soap", "shampoo", "normuon", "adamw")
 STRATEGIES = ("paper", "asc", "layerwise", "sc")
 KINDS = ("muon", "normuon", "shampoo", "kl-shampoo", "soap", "soap-muon", "adamw")
 COMMANDS = (
-    *("", "plan", "train", "bench", "tune", "slurm", "validate", "recipes", "clusters", "data", "data prepare"),
+    *("", "plan", "train", "bench", "slurm", "validate", "recipes", "clusters", "data", "data prepare"),
     *(
         "checkpoint",
         "checkpoint list",

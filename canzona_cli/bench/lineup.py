@@ -37,7 +37,7 @@ MEMORY_SHARE = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class Entrant:
-    """A strategy (for `canzona tune`: a layout) that is ready to run."""
+    """A strategy that is ready to run."""
 
     name: str
     config: RunConfig
@@ -283,14 +283,6 @@ def _small_batch(base: RunConfig, explicit: frozenset[str], resolved: RunConfig,
     batch = layout.dp * micro_batch * layout.pp
     changed = replace(resolved.train, recompute=train.recompute, micro_batch_size=micro_batch, global_batch_size=batch)
     return replace(resolved, train=changed)
-
-
-def entrant_name(layout: Layout) -> str:
-    """Returns the name of a layout, which is unique among a run's layouts and part of file names:
-    `tp2-pp1-cp1-dp2-mb4-none`, `tp1-pp2-vpp2-...`."""
-    chunks = f"vpp{layout.vpp}-" if layout.vpp > 1 else ""
-    mesh = f"tp{layout.tp}-pp{layout.pp}-{chunks}cp{layout.cp}-dp{layout.dp}"
-    return f"{mesh}-mb{layout.micro_batch_size}-{layout.recompute}"
 
 
 def entrant(config: RunConfig, layout: Layout, name: str) -> Entrant:

@@ -12,13 +12,13 @@ update, differ only by the order of sums in the forward pass. After that, roundi
 slowly.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from canzona_cli.config.execution import AnyStrategy
-from canzona_cli.config.schema import Device, Layout, RunConfig
+from canzona_cli.config.schema import Device, Layout
 from canzona_cli.errors import CanzonaError, ConfigError, Problem, refuse
 from canzona_cli.run import codec
 from canzona_cli.run.breakdown import describes_machine
@@ -93,8 +93,8 @@ class StrategyBench:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TurnsResult:
-    """The fields that the results of a bench and of a tuning have in common."""
+class BenchResult:
+    """The result of a bench: all strategies of one recipe on one layout."""
 
     VERSION: ClassVar[int] = 1
 
@@ -109,33 +109,6 @@ class TurnsResult:
     """The processor, cores, torch version, ranks, and the load average before the measurement started."""
     rounds: int
     """The number of measured rounds."""
-    notes: tuple[str, ...] = ()
-    """The remarks for the user: settings that the bench chose, omitted strategies with the reasons, a busy
-    machine."""
-
-    @property
-    def planned(self) -> bool:
-        """True if reports show predictions next to measurements."""
-        return describes_machine(self.device, calibrated=self.calibrated)
-
-    @staticmethod
-    def header(config: RunConfig, overrides: Sequence[str], machine: Machine) -> dict[str, Any]:
-        """Returns the values of the fields that are known before anything is measured."""
-        return {
-            "recipe": config.name,
-            "overrides": tuple(overrides),
-            "optimizer": config.optimizer.name,
-            "device": config.cluster.device,
-            "profile": config.cluster.name,
-            "calibrated": config.cluster.calibrated,
-            "machine": machine,
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchResult(TurnsResult):
-    """The result of a bench: all strategies of one recipe on one layout."""
-
     layout: Layout
     steps_per_turn: int
     warm_up_rounds: int
@@ -148,6 +121,14 @@ class BenchResult(TurnsResult):
     arithmetic: str = ""
     """A sentence for the user about the forms of the update, if canzona's strategies are compared with
     Megatron's, which have only the standard form; otherwise empty."""
+    notes: tuple[str, ...] = ()
+    """The remarks for the user: settings that the bench chose, omitted strategies with the reasons, a busy
+    machine."""
+
+    @property
+    def planned(self) -> bool:
+        """True if reports show predictions next to measurements."""
+        return describes_machine(self.device, calibrated=self.calibrated)
 
     def optimizer_speedup(self, strategy: str) -> Speedup:
         """Returns the ratio of a strategy's optimizer step to the reference's in the same measurement

@@ -1,5 +1,5 @@
 """A bench session: checks and resolves the run, launches the ranks of each measurement group, and builds the
-result. `canzona tune` uses some of these functions too.
+result.
 
 This module runs in the launcher, so it does not import torch.
 """
@@ -87,8 +87,8 @@ def prepare(
     all_problems = [*problems]
     with collect_problems(all_problems):
         composed = compose_run(overrides, recipes_dirs=recipes_dirs)
-        composed = replace(composed, config=with_folder(composed, ROOT, directory))
-        all_problems += bench_problems(composed.config, "a bench", "`canzona bench --simulate` predicts larger jobs")
+        composed = replace(composed, config=_with_folder(composed, directory))
+        all_problems += _problems(composed.config)
         lined_up = line_up(composed, strategies, steps=(WARM_UP_ROUNDS + rounds) * steps_per_turn)
     refuse(all_problems)
     preflight.check_machine(lined_up.reference.config, lined_up.reference.layout)
@@ -222,7 +222,13 @@ def _result(
             alone=alone,
         )
     return BenchResult(
-        **BenchResult.header(config, session.overrides, machine),
+        recipe=config.name,
+        overrides=session.overrides,
+        optimizer=config.optimizer.name,
+        device=config.cluster.device,
+        profile=config.cluster.name,
+        calibrated=config.cluster.calibrated,
+        machine=machine,
         layout=lined_up.reference.layout,
         rounds=session.rounds,
         steps_per_turn=session.steps_per_turn,
@@ -250,27 +256,22 @@ def _notes(sittings: Sequence[Sitting], reference: str) -> Iterator[str]:
         )
 
 
-def with_folder(composed: Composed, root: str, directory: str | None = None) -> RunConfig:
+def _with_folder(composed: Composed, directory: str | None) -> RunConfig:
     """Returns the configuration of a run that writes to a bench directory and uses no trackers.
 
     Args:
-        root: the folder for bench directories, unless the user set `run.root`.
         directory: the bench directory; None to keep `run.dir`.
     """
     settings = composed.config.run
-    root = settings.root if {"run", "run.root"} & composed.explicit else root
+    root = settings.root if {"run", "run.root"} & composed.explicit else ROOT
     return replace(composed.config, run=replace(settings, root=root, dir=directory or settings.dir, trackers=()))
 
 
-def bench_problems(config: RunConfig, measurement: str, suggestion: str) -> list[Problem]:
-    """Returns the problems that prevent a measurement: more than one machine, or prepared data that the run
-    cannot use.
+def _problems(config: RunConfig) -> list[Problem]:
+    """Returns the problems that prevent a bench: more than one machine, or prepared data that the run cannot
+    use.
 
     The built-in corpus is prepared later, after all checks.
-
-    Args:
-        measurement: the kind of measurement in messages, such as `a bench`.
-        suggestion: a suggestion for runs on several machines, for the message.
     """
     problems: list[Problem] = []
     if config.data.source == "prepared":
@@ -279,8 +280,9 @@ def bench_problems(config: RunConfig, measurement: str, suggestion: str) -> list
     per_node = config.cluster.gpus_per_node
     nodes = config.cluster.nodes or -(-config.gpus // per_node)
     if nodes > 1:
-        reason = f"need {nodes} machines, but {measurement} runs on a single machine, with {per_node} at most"
-        problems.append(Problem(key="gpus", value=config.gpus, reason=reason, fix=f"use gpus={per_node}; {suggestion}"))
+        reason = f"need {nodes} machines, but a bench runs on a single machine, with {per_node} at most"
+        fix = f"use gpus={per_node}; `canzona bench --simulate` predicts larger jobs"
+        problems.append(Problem(key="gpus", value=config.gpus, reason=reason, fix=fix))
     return problems
 
 

@@ -41,34 +41,16 @@ class BenchFiles:
     def sitting(self, index: int) -> Path:
         return self.root / f"sitting-{index}"
 
-    @staticmethod
-    def turn(sitting: RunFiles, round_: int, name: str) -> RunFiles:
-        """Returns the folder for the samples of a turn that runs in separate processes."""
-        return RunFiles(sitting.root / f"round-{round_}-{name}")
-
-    @staticmethod
-    def failure(sitting: RunFiles, name: str) -> Path:
-        """Returns the path of the file in which the first failing rank writes the reason."""
-        return sitting.root / f"failed-{name}.txt"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Turns:
-    """The turns of a measurement group: its strategies (or layouts), their order and the number of steps."""
+    """The turns of a measurement group: its strategies, their order and the number of steps."""
 
     names: tuple[str, ...]
     """The names in the order of the first round. Each round starts one name later than the previous round."""
     rounds: int
     """The number of rounds, including warm-up rounds."""
     steps_per_turn: int
-    warm_up_steps: int = 0
-    """The number of warm-up steps at the start of a turn; 0 for strategies, which warm up in whole rounds."""
-    settling: int = 0
-    """The maximum number of extra warm-up steps in a turn. A turn adds them while updates in Muon's Gram form
-    are redone in standard form, which takes longer than planned."""
-    separate_processes: bool = False
-    """True if every turn runs in separate processes. Layouts need this, because Megatron supports only one
-    layout in a process."""
 
     def order(self, round_: int) -> Sequence[str]:
         """Returns the names in the order of their turns in a round."""
@@ -113,18 +95,15 @@ def read_samples(files: RunFiles) -> dict[str, Samples]:
     return parse(dict[str, Samples], _samples_path(files).read_bytes())
 
 
-def summarise(samples: Samples, *, warm_up_rounds: int, steps_per_turn: int, skipped: int = 1) -> Measured:
+def summarise(samples: Samples, *, warm_up_rounds: int, steps_per_turn: int) -> Measured:
     """Summarises a strategy's samples, excluding warm-up rounds and the first steps of each turn.
 
     In the first step of a turn, parameters are already gathered and the caches contain another strategy's
     data.
-
-    Args:
-        skipped: the number of steps to exclude at the start of each turn.
     """
     steps = list(zip(*samples.ranks, strict=True))  # the samples of all ranks, by step
     first_steps = range(warm_up_rounds * steps_per_turn, len(samples.losses), steps_per_turn)
-    turns = [steps[first + skipped : first + steps_per_turn] for first in first_steps]
+    turns = [steps[first + 1 : first + steps_per_turn] for first in first_steps]
     ranks = range(len(samples.ranks))
     phases = by_phase([mean_phases([step[rank].phases for turn in turns for step in turn]) for rank in ranks])
     updates = phases.get("matrix_update", [0.0 for _ in ranks])
@@ -143,12 +122,6 @@ def summarise(samples: Samples, *, warm_up_rounds: int, steps_per_turn: int, ski
         tensor_bytes=samples.tensor_bytes,
         update_s=tuple(updates),
     )
-
-
-def last_steps(samples: Samples, count: int) -> Measured:
-    """Summarises the last `count` steps of a turn that ran in separate processes."""
-    steps = len(samples.losses)
-    return summarise(samples, warm_up_rounds=0, steps_per_turn=steps, skipped=steps - count)
 
 
 def _optimizer_s(step: Sequence[StepSample]) -> float:

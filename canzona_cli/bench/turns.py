@@ -118,18 +118,13 @@ def _take_turn(strategy: RunningStrategy, turns: Turns, stop_requested: Callable
     trainee = strategy.trainee
     gc.collect()  # the garbage of earlier turns; all other objects are frozen
     torch.distributed.barrier()
-    settling_left, step_number = turns.settling, 1
-    while step_number <= turns.steps_per_turn:
+    for _ in range(turns.steps_per_turn):
         begin = time.process_time()
         step = train_step(trainee, strategy.batches, stop_requested=stop_requested)
         strategy.processor_s.append(time.process_time() - begin)
         strategy.losses.append(step.loss)
         if step.stop:
             return False
-        if step_number == turns.warm_up_steps and step.fallbacks and settling_left:
-            settling_left -= 1
-        else:
-            step_number += 1
     # An unfinished gathering would run during the next strategy's steps.
     finish_gathering(trainee.chunks)
     torch.distributed.barrier()

@@ -400,7 +400,6 @@ def fit_to_steps(profile: ClusterConfig, results: Sequence[BenchResult]) -> Clus
     computing_factor, phases = factors(results)
     scaled = ("forward_factor", "forward_module_us", "backward_factor", "backward_module_us")
     changes = {name: significant(getattr(profile, name) * computing_factor) for name in scaled}
-    # `canzona tune` excludes these layouts when it reports errors of predictions.
     layouts = ", ".join(dict.fromkeys(layout_code(result.layout) for result in results))
     measured_on = {**profile.measured_on, "fitted_on": layouts}
     changed = replace(profile, step_factors=phases, measured_on=measured_on, **changes)  # type: ignore[arg-type]

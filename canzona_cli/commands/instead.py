@@ -2,10 +2,9 @@
 not exist. This module is imported only for such a command line."""
 
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from canzona_cli.config.removed import REMOVED_OPTIONS
 from canzona_cli.config.unknown_keys import as_override, missing_feature_problem
 from canzona_cli.errors import Problem, closest
 
@@ -36,6 +35,10 @@ _OTHER_WORDS = {
     "version": "--version",
 }
 """canzona's commands, by their names in other programs and by the bare names of subcommands."""
+_REMOVED: Mapping[str, str] = {
+    "tune": "use canzona plan --layouts, then canzona bench of two recipes",
+}
+"""The fixes for removed commands and options; an option is preceded by its command."""
 _LEAVE_OUT = "leave it out"
 """The fix for a setting that canzona does not have. It makes no sense for a command, so `other_command`
 replaces it."""
@@ -74,7 +77,9 @@ def other_command(words: Sequence[str], commands: Collection[str]) -> Problem:
     """
     word, *after = words
     reason = "there is no such command"
-    if (missing := missing_feature_problem(word)) is not None:
+    if word in _REMOVED:
+        reason, fix = "was removed", _REMOVED[word]
+    elif (missing := missing_feature_problem(word)) is not None:
         reason = missing.reason
         fix = missing.fix if missing.fix != _LEAVE_OUT else "see canzona --help"
     elif word == "help":
@@ -132,8 +137,8 @@ def _sentence(message: str) -> str:
 
 def _other_option(context: Any, option: str, value: str) -> Problem:
     """Suggests a replacement for one option: a setting, another option, or the help page."""
-    if option in REMOVED_OPTIONS:
-        return Problem(key=option, value=value or None, reason="was removed", fix=REMOVED_OPTIONS[option])
+    if (fix := _REMOVED.get(f"{context.info_name} {option}")) is not None:
+        return Problem(key=option, value=value or None, reason="was removed", fix=fix)
     near = closest(option, _options(context), cutoff=0.75)
     takes_overrides = any(part.name == "overrides" for part in context.command.params)
     hint = as_override(option, value, exact=near is not None) if takes_overrides else None

@@ -194,13 +194,12 @@ def _no_such_file(group: str, choice: str, path: Path, dirs: Sequence[Path]) -> 
 _WIDTH = 120
 
 
-def recipe_text(config: "RunConfig", *, origin: str, notes: Sequence[str] = ()) -> str:
+def recipe_text(config: "RunConfig", *, origin: str) -> str:
     """Returns the text of a self-contained recipe file, in which a comment explains each setting.
 
     Args:
         config: the configuration to write; null settings stay null.
         origin: the recipe that the file is a copy of.
-        notes: additional lines for the comment at the top.
     """
     import yaml
 
@@ -210,7 +209,6 @@ def recipe_text(config: "RunConfig", *, origin: str, notes: Sequence[str] = ()) 
         "# @package _global_",
         f"# Copied from the recipe {origin}. It is complete: it depends on no other file.",
         "# Settings that are null are chosen when a run starts.",
-        *(f"# {note}" for note in notes),
     ]
     explained = {key: setting.meaning for key, setting in settings().items()}
     for name, value in asdict(config).items():

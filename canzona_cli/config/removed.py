@@ -34,9 +34,6 @@ REMOVED_VALUES: Mapping[tuple[str, str], tuple[str, str | None]] = {
 """The fix for each removed value, and the value with the same loss curve that replaces it in stored
 configurations; by dotted key and value."""
 
-REMOVED_OPTIONS: Mapping[str, str] = {"--plot": "write --html FILE.html: the page has every chart"}
-"""The removed command-line options, with their replacements."""
-
 
 def bring_up_to_date(tree: dict[str, object]) -> None:
     """Updates a stored configuration in place: drops removed settings, and replaces removed values.

@@ -14,7 +14,6 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from torch._C._distributed_c10d import PrefixStore, TCPStore  # the module in which their types are declared
 from torch.distributed import ProcessGroup
 
 from canzona_cli.config.schema import Device, Layout, ModelConfig
@@ -94,7 +93,6 @@ def initialize(
     seed: int,
     timeout_minutes: float = 10.0,
     alive: Callable[[], None] = lambda: None,
-    turn: str = "",
 ) -> World:
     """Joins the job: selects the device, starts the process group, makes Megatron's groups, and seeds its
     random states. Collective.
@@ -104,8 +102,6 @@ def initialize(
     Args:
         timeout_minutes: The timeout of every collective.
         alive: Called repeatedly while groups are made, which takes a long time with many ranks.
-        turn: A name for this rendezvous. Needed if the processes of one launch start several process groups
-            one after another, because the launcher's store still has the keys of the earlier ones.
 
     Raises:
         RuntimeError: The job does not have as many ranks as the layout needs.
@@ -125,7 +121,6 @@ def initialize(
     torch.distributed.init_process_group(
         "nccl" if device == "cuda" else "gloo",
         timeout=timeout,
-        store=_store(turn) if turn else None,
         rank=rank,
         world_size=world_size,
     )
@@ -172,13 +167,6 @@ def duplicate_group(group: ProcessGroup, timeout: timedelta | None) -> ProcessGr
     duplicate = torch.distributed.new_group(ranks, timeout=timeout, use_local_synchronization=True, group_desc="OWNERS")
     assert isinstance(duplicate, ProcessGroup)
     return duplicate
-
-
-def _store(turn: str) -> PrefixStore:
-    """Opens the launcher's store, with `turn` as a prefix of its keys that only this rendezvous uses."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    shared = TCPStore(host, port, is_master=False, wait_for_workers=False)
-    return PrefixStore(turn, shared)
 
 
 def shutdown() -> None:

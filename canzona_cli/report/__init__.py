@@ -11,7 +11,7 @@
 | `run`, `run_page`, `compare`, `run_trace` | `canzona report`: a run, its breakdown and trace, and comparisons |
 | `plan`, `layouts`, `beside_megatron` | `canzona plan`, and `canzona recipes layouts` |
 | `machines` | `canzona clusters` and `canzona doctor` |
-| `bench*`, `tune`, `checkpoint`, `calibrate`, `data` | the command of that name |
+| `bench*`, `checkpoint`, `calibrate`, `data` | the command of that name |
 
 Most views only show results that were computed elsewhere. Exceptions: `layouts` plans and searches,
 `checkpoint` reads and verifies checkpoints, `header` counts matrices, `calibrate` prices updates and

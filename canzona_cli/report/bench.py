@@ -7,7 +7,7 @@ from statistics import median
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.bench.results import BenchResult, Machine, Predicted, StrategyBench, TurnsResult, loss_references
+from canzona_cli.bench.results import BenchResult, Machine, Predicted, StrategyBench, loss_references
 from canzona_cli.report.charts import Bars, LoadMaps, phase_bar, step_bars
 from canzona_cli.report.curves import Curve, Curves
 from canzona_cli.report.header import describe_layout
@@ -158,7 +158,7 @@ def verdict_remarks(groups: Sequence[Columns], rounds: int) -> Iterator[str]:
         yield f"{NOT_DISTINCT}: {NOT_SIGNIFICANT}"
 
 
-def shown_groups(result: TurnsResult, groups: Sequence[Columns]) -> list[Columns]:
+def shown_groups(result: BenchResult, groups: Sequence[Columns]) -> list[Columns]:
     """Returns the groups, without the columns `plan` and `error` if the predictions do not describe this
     machine."""
     return [group if result.planned else group.drop("plan", "error") for group in groups]
@@ -214,7 +214,7 @@ def _fact(key: str, value: str | int | float) -> str:
     return f"{text}{_UNITS[key]}" if key in _UNITS else f"{key.replace('_', ' ')} {text}"
 
 
-def predictions(result: TurnsResult, origin: str) -> dict[str, Text | str]:
+def predictions(result: BenchResult, origin: str) -> dict[str, Text | str]:
     """Returns a row that says where the predictions come from or, without predictions for this machine, how
     to get them.
 

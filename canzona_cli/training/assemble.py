@@ -24,13 +24,12 @@ from canzona_cli.planner.plan import Plan
 from canzona_cli.run.heartbeat import PATIENCE, VARIABLE
 
 
-def join(config: RunConfig, layout: Layout, *, alive: Callable[[], None] = lambda: None, turn: str = "") -> World:
+def join(config: RunConfig, layout: Layout, *, alive: Callable[[], None] = lambda: None) -> World:
     """Seeds this process, joins the other ranks in process groups, and returns this rank's `World`.
     Collective.
 
     Args:
         alive: Called repeatedly while the rank waits for the others.
-        turn: See `parallel.initialize`.
     """
     torch.manual_seed(config.train.seed)
     random.seed(config.train.seed)
@@ -43,7 +42,7 @@ def join(config: RunConfig, layout: Layout, *, alive: Callable[[], None] = lambd
     device, seed = config.cluster.device, config.train.seed
     if device == "cpu":
         cpu_matmuls.install()
-    return parallel.initialize(layout, device, seed=seed, timeout_minutes=timeout_s / 60, alive=alive, turn=turn)
+    return parallel.initialize(layout, device, seed=seed, timeout_minutes=timeout_s / 60, alive=alive)
 
 
 def assemble(config: RunConfig, world: World, plan: Plan | None, *, timed: bool = True) -> Trainee:

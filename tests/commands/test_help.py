@@ -43,6 +43,7 @@ def test_version() -> None:
         (["plan", "recipe=tiny", "--compare"], "needs a value"),
         (["report", "--html"], "see canzona report --help"),
         (["finetune", "recipe=tiny"], "canzona does not fine-tune on instructions"),
+        (["tune", "recipe=tiny", "--rounds", "3"], "use canzona plan --layouts, then canzona bench"),
         (["resume", "nowhere"], "RUN = nowhere"),
         (["--versoin"], "--version"),
         (["validate", "--x"], "--x"),
