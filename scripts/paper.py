@@ -11,16 +11,17 @@ with which the authors' code is published.
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Literal
 
 from published_rows import load_published
 
-from canzona_cli.bench.options import capacities_mib
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import AnyStrategy, with_strategy
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.costs.memory import GIB
+from canzona_cli.model.matrices import matrix_shapes
 from canzona_cli.planner.make import plan_unbounded
 from canzona_cli.planner.measures import balance, communication
 from canzona_cli.planner.memory import plan_memory
@@ -216,7 +217,9 @@ def curves(config: RunConfig, layout: Layout, title: Literal["alpha", "C_max"]) 
     if title == "alpha":
         runs = {f"{alpha:g}": [replace(engine, alpha=alpha) for engine in engines] for alpha in ALPHAS}
     else:
-        runs = {f"{size:g} MiB": [replace(e, c_max_mib=size) for e in engines] for size in capacities_mib(config)}
+        matrix_mib = max(map(prod, matrix_shapes(config))) * config.exchange_bytes / 2**20
+        sizes = [count * matrix_mib for count in (1, 2, 4, 8)]  # micro-groups of so many of the largest matrices
+        runs = {f"{size:g} MiB": [replace(e, c_max_mib=size) for e in engines] for size in sizes}
         runs["null"] = list(engines)
     yield from ("", f"## {title} on {config.gpus} GPUs, with the recipe's batch; theirs: not at hand", "")
     yield from heads(title, "engine", *HEADINGS[:3], "busiest owner's bytes / even", "micro-groups", "fullest GPU, GiB")

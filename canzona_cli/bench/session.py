@@ -11,15 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from canzona_cli.bench.lineup import Entrant, LineUp, Sitting, available_bytes, line_up, make_sittings
-from canzona_cli.bench.options import AFFECTED, Options, SweepKind, default_values, with_value, without_swept
 from canzona_cli.bench.results import BenchResult, Machine, Measured, StrategyBench, save
 from canzona_cli.bench.sitting import BenchFiles, Turns, read_samples, summarise
-from canzona_cli.cluster.fit import resolve
 from canzona_cli.cluster.machine import machine_facts
 from canzona_cli.cluster.profiles import profile_warnings
 from canzona_cli.config.compose import Composed, compose_run, dump_resolved
 from canzona_cli.config.execution import AnyStrategy, has_tp_modes
-from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.costs.sharing import mode_warnings
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.errors import Problem, collect_problems, refuse, write_error
@@ -66,7 +64,6 @@ def prepare(
     rounds: int,
     steps_per_turn: int,
     recipes_dirs: Sequence[Path] = (),
-    directory: str | None = None,
     problems: Sequence[Problem] = (),
 ) -> Session:
     """Resolves the run and checks everything that can be checked before anything is written.
@@ -75,8 +72,6 @@ def prepare(
         strategies: the strategies to run; None for every possible strategy.
         rounds: the number of measured rounds, at least 1.
         steps_per_turn: the number of steps in a turn, at least 2, because the first step is not measured.
-        directory: the bench directory; None to use `run.dir` if it is set, otherwise a new directory in
-            `run.root`.
         problems: problems with the command line, which are raised together with those of the run.
 
     Raises:
@@ -87,7 +82,7 @@ def prepare(
     all_problems = [*problems]
     with collect_problems(all_problems):
         composed = compose_run(overrides, recipes_dirs=recipes_dirs)
-        composed = replace(composed, config=_with_folder(composed, directory))
+        composed = replace(composed, config=_with_folder(composed))
         all_problems += _problems(composed.config)
         lined_up = line_up(composed, strategies, steps=(WARM_UP_ROUNDS + rounds) * steps_per_turn)
     refuse(all_problems)
@@ -153,47 +148,6 @@ def run(session: Session, say: Say) -> tuple[BenchResult, Path]:
     return result, files.root
 
 
-def prepare_sweep(
-    overrides: Sequence[str], options: Options, kind: SweepKind, recipes_dirs: Sequence[Path] = ()
-) -> dict[str, Session]:
-    """Resolves and checks the benches of all swept values before the first bench runs; returns the sessions
-    by value.
-
-    Raises:
-        ConfigError: settings are wrong; the problems of all benches are reported at once.
-        DoesNotFit: see `prepare`.
-        EnvironmentProblem: see `prepare`.
-    """
-    problems = [*options.problems]
-    with collect_problems(problems):
-        composed = compose_run(without_swept(overrides, kind), recipes_dirs=recipes_dirs)
-        config, layout = resolve(composed.config)
-        problems += _sweep_problems(kind, layout)
-        sessions = {}
-        for value in dict.fromkeys(options.values or default_values(kind, config)):
-            with collect_problems(problems):
-                sessions[value] = prepare(
-                    with_value(overrides, kind, value),
-                    strategies=options.strategies or AFFECTED.get(kind),
-                    rounds=options.rounds,
-                    steps_per_turn=options.steps_per_turn,
-                    recipes_dirs=recipes_dirs,
-                    directory=None if config.run.dir is None else f"{config.run.dir}/{kind}-{value}",
-                )
-    refuse(dict.fromkeys(problems))
-    return sessions
-
-
-def _sweep_problems(kind: SweepKind, layout: Layout) -> Iterator[Problem]:
-    """Yields a problem if the swept setting has no effect on this layout."""
-    if kind == "alpha" and layout.owners == 1:
-        reason = "alpha balances data-parallel ranks, and this layout has only one"
-        yield Problem(key="--sweep", value=kind, reason=reason, fix="use more gpus, or a smaller parallel.tp")
-    if kind == "c_max" and layout.tp == 1:
-        reason = "C_max limits exchanges between tensor-parallel ranks, and this layout has only one"
-        yield Problem(key="--sweep", value=kind, reason=reason, fix="use parallel.tp=2 or more")
-
-
 def _ignored_warnings(composed: Composed) -> Iterator[str]:
     """Yields a warning for each of the user's settings that a bench ignores."""
     ignored = {
@@ -256,15 +210,11 @@ def _notes(sittings: Sequence[Sitting], reference: str) -> Iterator[str]:
         )
 
 
-def _with_folder(composed: Composed, directory: str | None) -> RunConfig:
-    """Returns the configuration of a run that writes to a bench directory and uses no trackers.
-
-    Args:
-        directory: the bench directory; None to keep `run.dir`.
-    """
+def _with_folder(composed: Composed) -> RunConfig:
+    """Returns the configuration of a run that writes to a bench directory and uses no trackers."""
     settings = composed.config.run
     root = settings.root if {"run", "run.root"} & composed.explicit else ROOT
-    return replace(composed.config, run=replace(settings, root=root, dir=directory or settings.dir, trackers=()))
+    return replace(composed.config, run=replace(settings, root=root, trackers=()))
 
 
 def _problems(config: RunConfig) -> list[Problem]:

@@ -38,7 +38,7 @@ from canzona_cli.cluster.machine import machine_facts
 from canzona_cli.cluster.possible import fill
 from canzona_cli.config.compose import dump_resolved
 from canzona_cli.config.execution import AnyStrategy
-from canzona_cli.config.overrides import key_of
+from canzona_cli.config.overrides import key_of, text_value
 from canzona_cli.config.recipes import check_destination
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
 from canzona_cli.errors import CanzonaError, ConfigError, ExitCode, Problem, write_error
@@ -364,12 +364,11 @@ class ShortBenches:
         folder = Path(tempfile.mkdtemp(prefix="canzona-calibrate-"))
         try:
             session = prepare(
-                [*self.overrides, f"gpus={ranks}", f"parallel.tp={tp}"],
+                [*self.overrides, f"gpus={ranks}", f"parallel.tp={tp}", f"run.dir={text_value(str(folder / 'steps'))}"],
                 strategies=BENCHED,
                 rounds=_ROUNDS,
                 steps_per_turn=_STEPS,
                 recipes_dirs=self._recipes_dirs,
-                directory=str(folder / "steps"),
             )
             return run(session, self._say)[0]
         finally:

@@ -1,8 +1,8 @@
 """`canzona bench`: measures strategies side by side and compares them with predictions."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Option
@@ -23,7 +23,7 @@ from canzona_cli.errors import collect_problems, refuse
 from canzona_cli.run.words import json_text
 
 if TYPE_CHECKING:
-    from canzona_cli.bench.options import Options, SweepKind
+    from canzona_cli.bench.options import Options
     from canzona_cli.bench.results import BenchResult
     from canzona_cli.report.page import Page
 
@@ -50,13 +50,6 @@ def bench(
     as_json: AsJson = False,
     out: JsonFile = None,
     html: HtmlFile = None,
-    sweep: Annotated[
-        Literal["gpus", "optimizer", "alpha", "c_max"] | None,
-        Option(help="Run a bench (with --simulate: predict) for each value of a setting."),
-    ] = None,
-    values: Annotated[
-        list[str] | None, Option(metavar="VALUE,VALUE", help="The values for --sweep. [default: chosen for the run]")
-    ] = None,
     simulate: Annotated[
         bool,
         Option(
@@ -82,19 +75,13 @@ def bench(
         steps_per_turn=steps_per_turn,
         out=out,
         html=html,
-        sweep=sweep,
-        values=values or (),
         simulate=simulate,
         gpus=gpus,
     )
-    settings, dirs = overrides or [], recipes_dir or []
-    if sweep is None:
-        (_simulate if simulate else _bench_once)(settings, options, dirs, as_json=as_json)
-    else:
-        (_simulate_sweep if simulate else _sweep)(sweep, settings, options, dirs, as_json=as_json)
+    (_simulate if simulate else _measure)(overrides or [], options, recipes_dir or [], as_json=as_json)
 
 
-def _bench_once(overrides: list[str], options: "Options", recipes_dirs: list[Path], *, as_json: bool) -> None:
+def _measure(overrides: list[str], options: "Options", recipes_dirs: list[Path], *, as_json: bool) -> None:
     from canzona_cli.bench.results import content_of
     from canzona_cli.bench.session import prepare, run
     from canzona_cli.report.bench import BenchView
@@ -109,28 +96,9 @@ def _bench_once(overrides: list[str], options: "Options", recipes_dirs: list[Pat
     )
     warn(session.warnings)
     result, folder = run(session, progress)
-    _conclude("canzona bench", content_of(result), options, BenchView(result), [result], as_json=as_json)
+    _conclude("canzona bench", content_of(result), options, BenchView(result), result, as_json=as_json)
     if not as_json:
         typer.echo(f"\nbench directory: {folder}")
-
-
-def _sweep(
-    kind: "SweepKind", overrides: list[str], options: "Options", recipes_dirs: list[Path], *, as_json: bool
-) -> None:
-    from canzona_cli.bench.results import content_of
-    from canzona_cli.bench.session import prepare_sweep, run
-    from canzona_cli.report.bench_sweep import SweepView
-
-    sessions = prepare_sweep(overrides, options, kind, recipes_dirs)
-    warn(line for session in sessions.values() for line in session.warnings)
-    results = {}
-    for value, session in sessions.items():
-        progress(f"{kind} {value}")
-        results[value], _ = run(session, progress)
-    contents = {value: content_of(result) for value, result in results.items()}
-    content = {"version": 1, "sweep": kind, "results": contents}
-    view = SweepView(kind, results)
-    _conclude("canzona bench --sweep", content, options, view, results.values(), as_json=as_json)
 
 
 def _simulate(overrides: list[str], options: "Options", recipes_dirs: list[Path], *, as_json: bool) -> None:
@@ -145,25 +113,12 @@ def _simulate(overrides: list[str], options: "Options", recipes_dirs: list[Path]
     _conclude("canzona bench --simulate", simulation.as_json(), options, view, as_json=as_json)
 
 
-def _simulate_sweep(
-    kind: "SweepKind", overrides: list[str], options: "Options", recipes_dirs: list[Path], *, as_json: bool
-) -> None:
-    from canzona_cli.bench.options import simulate_sweep
-    from canzona_cli.report.bench_simulated import SimulatedSweepView
-
-    simulations = simulate_sweep(overrides, options, kind, recipes_dirs)
-    results = {value: simulation.as_json() for value, simulation in simulations.items()}
-    content = {"version": 1, "simulated": True, "sweep": kind, "results": results}
-    view = SimulatedSweepView(kind, simulations)
-    _conclude("canzona bench --simulate --sweep", content, options, view, as_json=as_json)
-
-
 def _conclude(
     kind: str,
     content: Mapping[str, object],
     options: "Options",
     view: "Page",
-    measured: "Iterable[BenchResult]" = (),
+    measured: "BenchResult | None" = None,
     *,
     as_json: bool,
 ) -> None:
@@ -176,7 +131,7 @@ def _conclude(
         kind: the command, which is the title of the HTML page.
         content: the output of `--json`.
         view: the result as a page.
-        measured: the results whose losses are checked.
+        measured: the result whose losses are checked; None for a simulation.
     """
     from canzona_cli.bench.results import check_losses
 
@@ -185,8 +140,8 @@ def _conclude(
     if options.out is not None:
         fix = "bench.json in the bench directory has the same content"
         write_out(options.out, json_text(content) + "\n", fix)
-    for result in measured:
-        check_losses(result)
+    if measured is not None:
+        check_losses(measured)
     if options.html is not None:
         from canzona_cli.report.document import document
 

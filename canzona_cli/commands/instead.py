@@ -37,6 +37,8 @@ _OTHER_WORDS = {
 """canzona's commands, by their names in other programs and by the bare names of subcommands."""
 _REMOVED: Mapping[str, str] = {
     "tune": "use canzona plan --layouts, then canzona bench of two recipes",
+    "bench --sweep": "use canzona train with --sweep, then canzona report --compare",
+    "bench --values": "write them as a setting: canzona train optimizer=muon,soap --sweep",
 }
 """The fixes for removed commands and options; an option is preceded by its command."""
 _LEAVE_OUT = "leave it out"

@@ -48,15 +48,15 @@ class BenchView(Page):
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         result = self.result
-        yield from heading(result, "Bench")
+        yield from _heading(result)
         yield Text()
-        yield self._steps()
+        yield self._phases()
         if result.planned:
             yield note("plan: predicted; error: predicted / measured - 1, for phases of at least 1% of the step")
         yield Text()
         above = ", measured above predicted" if result.planned else ""
         yield section_head("Step", f", mean over ranks{above}, on one scale")
-        yield steps(shown_strategies(result).items(), planned=result.planned)
+        yield _steps(result)
         if len(result.strategies) > 1:
             yield Text()
             yield from self._comparison()
@@ -83,7 +83,7 @@ class BenchView(Page):
         for text, names in reasons.items():
             yield paragraph(f"{', '.join(names)}: {text}", first="  ", rest="    ")
 
-    def _steps(self) -> GroupedTable:
+    def _phases(self) -> GroupedTable:
         """Returns a table of phases, step times, load balance and memory, with a column group for each
         strategy."""
         strategies, planned = shown_strategies(self.result), self.result.planned
@@ -139,23 +139,14 @@ class BenchView(Page):
         yield GroupedTable(head="strategy", labels=names, groups=shown_groups(result, groups))
         if len(groups) > 2:
             yield note("over AdamW: the increase of an iteration's time over AdamW's")
-        yield from map(note, verdict_remarks(groups, result.rounds))
+        if result.rounds < JUDGED_ROUNDS:
+            yield note(no_verdict(result.rounds))
+        elif any(group.shows(NOT_DISTINCT) for group in groups):
+            yield note(f"{NOT_DISTINCT}: {NOT_SIGNIFICANT}")
         alone = [name for name in names if result.strategies[name].alone]
         if alone:
             reason = f"because {reference} did not fit in memory at the same time"
             yield note(f"* {', '.join(alone)}: measured alone, {reason}")
-
-
-def verdict_remarks(groups: Sequence[Columns], rounds: int) -> Iterator[str]:
-    """Yields the reason why ratios are missing, or why nothing is said about their significance.
-
-    Args:
-        groups: the columns that have ratios.
-    """
-    if rounds < JUDGED_ROUNDS:
-        yield no_verdict(rounds)
-    elif any(group.shows(NOT_DISTINCT) for group in groups):
-        yield f"{NOT_DISTINCT}: {NOT_SIGNIFICANT}"
 
 
 def shown_groups(result: BenchResult, groups: Sequence[Columns]) -> list[Columns]:
@@ -164,41 +155,36 @@ def shown_groups(result: BenchResult, groups: Sequence[Columns]) -> list[Columns
     return [group if result.planned else group.drop("plan", "error") for group in groups]
 
 
-def steps(benches: Iterable[tuple[str, StrategyBench]], *, planned: bool) -> Bars:
-    """Draws a bar for each labelled step; if `planned`, a bar of the predicted step follows each."""
+def _steps(result: BenchResult) -> Bars:
+    """Draws a bar for each strategy's step; a bar of the predicted step follows each if predictions are
+    shown."""
     rows = []
-    for label, bench in benches:
-        measured, predicted = bench.measured, bench.predicted
-        rows.append(phase_bar(label, measured.means, median(measured.iteration_s)))
-        if planned:
-            rows.append(phase_bar("predicted", predicted.phases, predicted.iteration_s, faint=True))
+    for name, bench in shown_strategies(result).items():
+        rows.append(phase_bar(name, bench.measured.means, median(bench.measured.iteration_s)))
+        if result.planned:
+            rows.append(phase_bar("predicted", bench.predicted.phases, bench.predicted.iteration_s, faint=True))
     return step_bars(rows)
 
 
-def heading(result: BenchResult, title: str, *, without: str | None = None) -> Iterator[RenderableType]:
-    """Yields the heading: the run, the hardware and the number of rounds.
-
-    Args:
-        without: the setting that a sweep varies (`optimizer` or `gpus`), which the title leaves out.
-    """
+def _heading(result: BenchResult) -> Iterator[RenderableType]:
+    """Yields the heading: the run, the hardware and the number of rounds."""
     layout = describe_layout(result.layout, result.device)
-    parts = {"recipe": result.recipe, "optimizer": result.optimizer, "gpus": layout}
-    yield section_head(title, f": {', '.join(text for key, text in parts.items() if key != without)}")
+    yield section_head("Bench", f": {result.recipe}, {result.optimizer}, {layout}")
     facts = [_fact(key, value) for key, value in result.machine.items() if key not in _LEFT_OUT]
     steps = plural(max(1, result.steps_per_turn - 1), "measured step")
     rounds = f"{plural(result.rounds, 'round')} of {steps}"
     rows: dict[str, Text | str] = {
-        **predictions(result, "measured by canzona calibrate"),
+        **_predictions(result),
         "measured": f"{rounds}, interleaved, after {plural(result.warm_up_rounds, 'warm-up round')}",
         "machine": ", ".join(facts),
-        "ranks": crowding(result.machine) if result.device == "cpu" else "",
+        "ranks": _crowding(result.machine) if result.device == "cpu" else "",
         "arithmetic": result.arithmetic,
         "settings": " ".join(result.overrides),
     }
     yield from labelled_rows(((label, value) for label, value in rows.items() if value), 11)
 
 
-def crowding(machine: Machine) -> str:
+def _crowding(machine: Machine) -> str:
     """Returns a warning if there are more ranks than cores, else an empty string."""
     ranks, cores = machine.get("ranks"), machine.get("cores")
     if not isinstance(ranks, int) or not isinstance(cores, int) or ranks <= cores:
@@ -214,16 +200,14 @@ def _fact(key: str, value: str | int | float) -> str:
     return f"{text}{_UNITS[key]}" if key in _UNITS else f"{key.replace('_', ' ')} {text}"
 
 
-def predictions(result: BenchResult, origin: str) -> dict[str, Text | str]:
+def _predictions(result: BenchResult) -> dict[str, Text | str]:
     """Returns a row that says where the predictions come from or, without predictions for this machine, how
-    to get them.
-
-    Args:
-        origin: the words that describe a calibrated profile.
-    """
+    to get them."""
     if not result.planned:
         return {"planned": CALIBRATE}
-    trust = (origin, "") if result.calibrated else ("not calibrated: expect large errors", "yellow")
+    trust = ("measured by canzona calibrate", "")
+    if not result.calibrated:
+        trust = ("not calibrated: expect large errors", "yellow")
     return {"predicted": joined(f"by profile {result.profile}, ", trust)}
 
 

@@ -1,17 +1,14 @@
-"""The screens of `canzona bench --simulate`: model sizes on several numbers of GPUs, or several values of a
-setting."""
+"""The screen of `canzona bench --simulate`: model sizes on several numbers of GPUs."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.bench.options import AFFECTED, SweepKind
 from canzona_cli.bench.simulated import YARDSTICKS, SimulatedCell, Simulation
 from canzona_cli.cluster.search import LayoutResult
-from canzona_cli.report.bench_sweep import HEADS, TITLES
 from canzona_cli.report.curves import Curve, Curves, side_by_side
 from canzona_cli.report.header import rank_word
 from canzona_cli.report.markup import Html
@@ -62,7 +59,7 @@ class SimulationView(Page):
         cells = self.simulation.cells_of(recipe)
         groups = [
             _layout_column(cells),
-            *_step_columns(cells, STRATEGIES),
+            *_step_columns(cells),
             _strategy_columns(
                 cells,
                 "overhead over AdamW",
@@ -70,7 +67,12 @@ class SimulationView(Page):
                 lambda study, name: predicted_overhead(study.overhead(name)),
             ),
             _strategy_columns(cells, "optimizer / canzona's", _COMPARED, _ratio_to_canzona),
-            _balance_columns(cells, _MATRIX_STRATEGIES),
+            _strategy_columns(
+                cells,
+                "load balance",
+                _MATRIX_STRATEGIES,
+                lambda study, name: f"{study.result(name).update_balance:.2f}",
+            ),
             _yardstick_columns(cells, "fastest layout", lambda best, _: layout_code(best.layout)),
             _yardstick_columns(cells, "its iteration, ms", lambda best, _: milliseconds(best.iteration_s)),
             _yardstick_columns(cells, "canzona's overhead", lambda _, increase: predicted_overhead(increase)),
@@ -93,55 +95,6 @@ class SimulationView(Page):
         if self.simulation.optimizer != "muon":
             method = f"the same method with {self.simulation.optimizer}"
             yield f"layerwise: Megatron supports it only for muon; the times are those of {method}"
-
-
-@dataclass(frozen=True)
-class SimulatedSweepView(Page):
-    """The simulation of several values of a setting: a table for each model size and number of GPUs, with a
-    row for each value."""
-
-    kind: SweepKind
-    simulations: Mapping[str, Simulation]
-    """The simulation of each value, in the order of the values."""
-
-    widest = 150
-
-    def parts(self, screen: Screen) -> Iterator[RenderableType]:
-        first = next(iter(self.simulations.values()))
-        yield section_head("Simulated", f", not measured: sweep of {HEADS[self.kind]}, profile {first.profile}")
-        yield paragraph(TITLES[self.kind], "dim")
-        unit = f"{rank_word(first.device)}s"
-        for index, first_cell in enumerate(first.cells):
-            cells = [simulation.cells[index] for simulation in self.simulations.values()]
-            groups = self._groups(cells)
-            layouts = _layout_column(cells)
-            common_layout = ""
-            if len(set(layouts.rows)) == 1:
-                common_layout = f": {layouts.rows[0][0]}"
-            else:
-                groups = [layouts, *groups]
-            yield Text()
-            yield paragraph(f"{first_cell.recipe} on {first_cell.gpus:,} {unit}{common_layout}", "bold")
-            yield GroupedTable(head=HEADS[self.kind], labels=list(self.simulations), groups=groups)
-            for value, cell in zip(self.simulations, cells, strict=True):
-                if cell.reason:
-                    yield paragraph(f"{value}: {cell.reason}", "yellow", first="  ", rest="    ")
-
-    def _groups(self, cells: Sequence[SimulatedCell]) -> list[Columns]:
-        names = AFFECTED.get(self.kind, _MATRIX_STRATEGIES)
-
-        def phase_columns(title: str, *phase_names: str) -> Columns:
-            def phases_ms(study: Study, name: str) -> str:
-                return milliseconds(sum(study.result(name).phases.get(phase, 0.0) for phase in phase_names))
-
-            return _strategy_columns(cells, title, names, phases_ms)
-
-        groups = [*_step_columns(cells, names), _balance_columns(cells, names)]
-        if self.kind == "alpha":
-            groups.append(phase_columns("total DP traffic, ms", "grad_reduce_total", "param_gather_total"))
-        if self.kind == "c_max":
-            groups.append(phase_columns("exposed exchange, ms", "exchange"))
-        return groups
 
 
 def _layout_column(cells: Sequence[SimulatedCell]) -> Columns:
@@ -171,22 +124,16 @@ def _yardstick_columns(
     return Columns(title, YARDSTICKS, rows)
 
 
-def _step_columns(cells: Sequence[SimulatedCell], names: Sequence[str]) -> Iterator[Columns]:
+def _step_columns(cells: Sequence[SimulatedCell]) -> Iterator[Columns]:
     """Yields the iteration times in ms, marked `!` if the strategy does not fit, and the optimizer step times
     in ms."""
 
     def iteration(study: Study, name: str) -> str:
         return milliseconds(study.result(name).iteration_s) + (" " if study.strategies[name].fits else "!")
 
-    yield _strategy_columns(cells, "iteration, ms", names, iteration)
+    yield _strategy_columns(cells, "iteration, ms", STRATEGIES, iteration)
     yield _strategy_columns(
-        cells, "optimizer step, ms", names, lambda study, name: milliseconds(study.result(name).optimizer_s)
-    )
-
-
-def _balance_columns(cells: Sequence[SimulatedCell], names: Sequence[str]) -> Columns:
-    return _strategy_columns(
-        cells, "load balance", names, lambda study, name: f"{study.result(name).update_balance:.2f}"
+        cells, "optimizer step, ms", STRATEGIES, lambda study, name: milliseconds(study.result(name).optimizer_s)
     )
 
 

@@ -1,18 +1,13 @@
 """The parts of a bench before anything starts: one layout for all strategies, and all mistakes at once."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from canzona_cli.bench.lineup import Entrant, LineUp, make_sittings
-from canzona_cli.bench.options import Options, SweepKind, read_options
-from canzona_cli.bench.session import Session, prepare, prepare_sweep
+from canzona_cli.bench.options import Options, read_options
+from canzona_cli.bench.session import Session, prepare
 from canzona_cli.config.execution import AnyStrategy, tp_mode_of
-from canzona_cli.config.schema import MuonConfig
 from canzona_cli.costs.memory import GIB
-from canzona_cli.errors import ConfigError
 from tests.refusals import refused
 
 TINY = ("recipe=tiny", "gpus=4", "parallel.tp=2")
@@ -111,16 +106,13 @@ def test_a_strategy_the_run_cannot_have_is_left_out_unless_it_was_named() -> Non
 
 
 def test_mistakes_of_options_run_and_data_are_told_together(tmp_path: Path) -> None:
-    options = read_options(
-        strategies=["canzna,sc"], rounds=0, steps_per_turn=1, out=tmp_path, values=["3"], gpus="8..1024"
-    )
+    options = read_options(strategies=["canzna,sc"], rounds=0, steps_per_turn=1, out=tmp_path, gpus="8..1024")
     told = problems("recipe=tiny", "gpus=3", "parallel.tp=2", options=options)
     for expected in (
         "--strategies=canzna",
         "--rounds=0",
         "--steps-per-turn=1",
         f"--out={tmp_path}: is a directory",
-        "--values=3",
         "--gpus=8..1024",
         "gpus=3",
     ):
@@ -166,31 +158,3 @@ def test_cpu_ranks_share_the_machines_free_memory() -> None:
     assert [len(sitting.strategies) for sitting in together] == [6]
     # Python and torch alone are 0.75 GiB on each of the four ranks.
     assert all(sitting.alone for sitting in make_sittings(line_up, 3 * GIB)[1:])
-
-
-def test_values_of_a_sweep_are_all_checked_before_the_first_runs() -> None:
-    def swept(kind: SweepKind, *values: str, overrides: Sequence[str] = TINY) -> dict[str, Session]:
-        options = read_options(strategies=[], rounds=2, steps_per_turn=2, sweep=kind, values=values)
-        return prepare_sweep(overrides, options, kind)
-
-    alphas = swept("alpha")
-    assert list(alphas) == ["0", "0.25", "0.5", "0.75", "1"]
-    assert [session.config.engine.alpha for session in alphas.values()] == [0, 0.25, 0.5, 0.75, 1]
-    assert all(names(session.line_up) == ["canzona", "paper"] for session in alphas.values())
-
-    sizes = swept("c_max")
-    assert all(names(session.line_up) == ["canzona", "paper", "asc"] for session in sizes.values())
-    capacities = [session.config.engine.c_max_mib for session in sizes.values()]
-    assert capacities[-1] is None
-    assert capacities[:-1] == sorted(capacities[:-1], key=lambda value: value or 0.0)
-
-    optimizers = swept("optimizer", "muon,soap", overrides=[*TINY, "optimizer=adamw"])
-    assert isinstance(optimizers["muon"].config.optimizer, MuonConfig)
-    assert optimizers["soap"].config.optimizer.name == "soap"
-
-    problems = refused(swept, "gpus", "3", "4", "5")
-    assert [problem.value for problem in problems] == [3, 5]
-    with pytest.raises(ConfigError, match="this layout has"):
-        swept("alpha", overrides=["recipe=tiny", "gpus=4", "parallel.tp=4"])
-    with pytest.raises(ConfigError, match="this layout has"):
-        swept("c_max", overrides=["recipe=tiny", "gpus=4", "parallel.tp=1"])

@@ -2,23 +2,20 @@
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 
-from canzona_cli.bench.options import SweepKind, read_options, simulate_sweep
 from canzona_cli.bench.simulated import MOST_GPUS, Simulation, parse_gpus, run_simulation
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
 from canzona_cli.costs.memory import estimate
 from canzona_cli.errors import ConfigError
-from canzona_cli.report.bench_simulated import SimulatedSweepView, SimulationView
+from canzona_cli.report.bench_simulated import SimulationView
 from canzona_cli.report.document import document
 from canzona_cli.run.phases import STRATEGIES
 from canzona_cli.run.words import MISSING, json_text, layout_code
-from canzona_cli.simulate.compare import Study, assumptions, study_run
+from canzona_cli.simulate.compare import assumptions, study_run
 from tests.commands.support import loads_none_of
 from tests.refusals import refused
 from tests.report.html_page import read_page
@@ -244,61 +241,5 @@ def test_a_page_draws_iteration_optimizer_and_overhead_of_every_size(muon: Simul
 
 
 def test_simulating_needs_no_torch() -> None:
-    reports = ", ".join(f"canzona_cli.report.{name}" for name in ("bench", "bench_sweep", "bench_simulated"))
+    reports = ", ".join(f"canzona_cli.report.{name}" for name in ("bench", "bench_simulated"))
     loads_none_of(("torch", "megatron", "jinja2", "numpy"), f"import canzona_cli.bench.simulated, {reports}")
-
-
-@pytest.mark.sweep  # many plans of 32B
-def test_the_papers_knobs_are_swept_in_simulation() -> None:
-    """alpha trades bytes for balance; a C_max of one largest matrix makes more groups than eight do."""
-
-    settings = ["recipe=0.6b", "parallel.tp=4", "parallel.pp=1", "engine.alpha=0.3"]
-    alphas = swept("alpha", 16, settings)
-    assert list(alphas) == ["0", "0.25", "0.5", "0.75", "1"]
-    balances = [study.result("paper").update_balance for one in alphas.values() for study in _studies(one)]
-    assert balances[-1] < balances[0]
-    text = shown(SimulatedSweepView("alpha", alphas))
-    assert "qwen3-0.6b on 16 GPUs: TP4 DP4" in text
-    assert line_of(text, "0.75 ").split()[0] == "0.75"
-
-    capacities = swept("c_max", 16, settings)
-    assert list(capacities)[-1] == "auto"
-    exposed = [study.result("paper").phases["exchange"] for one in capacities.values() for study in _studies(one)]
-    assert len(set(exposed)) > 1
-
-
-def swept(kind: SweepKind, gpus: int, settings: Sequence[str], *values: str) -> dict[str, Simulation]:
-    options = read_options(
-        strategies=[], rounds=1, steps_per_turn=2, sweep=kind, values=values, simulate=True, gpus=str(gpus)
-    )
-    return simulate_sweep(settings, options, kind)
-
-
-def _studies(simulation: Simulation) -> list[Study]:
-    return [cell.study for cell in simulation.cells if cell.study is not None]
-
-
-def test_a_simulated_sweep_says_what_it_does_not_do(tmp_path: Path) -> None:
-    options = read_options(
-        strategies=[], rounds=1, steps_per_turn=2, sweep="gpus", simulate=True, html=tmp_path / "a.html"
-    )
-    problems = refused(simulate_sweep, ["recipe=0.6b"], options, "gpus")
-    assert [problem.key for problem in problems] == ["--sweep", "--html"]
-
-
-@pytest.mark.sweep
-def test_a_simulated_sweep_names_the_layout_of_each_value_where_they_differ() -> None:
-    simulations = swept("optimizer", 64, ["recipe=8b"], "muon", "shampoo")
-    layouts = {value: layout_code(study.layout) for value, one in simulations.items() for study in _studies(one)}
-    assert layouts["muon"] != layouts["shampoo"]
-    text = shown(SimulatedSweepView("optimizer", simulations))
-    for value, layout in layouts.items():
-        assert f"{value} {layout}" in " ".join(line_of(text, f"{value} ").split())
-
-
-def test_a_simulated_sweep_names_the_mistakes_of_all_values_at_once() -> None:
-    problems = refused(swept, "alpha", 8, ["recipe=0.6b"], "2", "0.5", "-1")
-    assert [(problem.key, str(problem.value)) for problem in problems] == [
-        ("engine.alpha", "2"),
-        ("engine.alpha", "-1"),
-    ]

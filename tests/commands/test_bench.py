@@ -78,6 +78,6 @@ def test_numbers_of_strategies_that_disagree_are_written_before_the_command_fail
     result = with_measured(bench(), "sc", losses=tuple(3.0 for _ in range(8)))
     options = read_options(strategies=[], rounds=2, steps_per_turn=2, out=tmp_path / "r.json")
     with pytest.raises(CanzonaError, match="step 1"):
-        _conclude("canzona bench", content_of(result), options, BenchView(result), [result], as_json=True)
+        _conclude("canzona bench", content_of(result), options, BenchView(result), result, as_json=True)
     assert load(tmp_path / "r.json") == result
     assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))

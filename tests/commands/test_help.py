@@ -44,6 +44,8 @@ def test_version() -> None:
         (["report", "--html"], "see canzona report --help"),
         (["finetune", "recipe=tiny"], "canzona does not fine-tune on instructions"),
         (["tune", "recipe=tiny", "--rounds", "3"], "use canzona plan --layouts, then canzona bench"),
+        (["bench", "recipe=tiny", "--sweep", "gpus"], "use canzona train with --sweep"),
+        (["bench", "recipe=tiny", "--values", "2,4"], "write them as a setting"),
         (["resume", "nowhere"], "RUN = nowhere"),
         (["--versoin"], "--version"),
         (["validate", "--x"], "--x"),

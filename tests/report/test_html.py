@@ -6,7 +6,6 @@ from itertools import pairwise
 import pytest
 
 from canzona_cli.report.bench import BenchView
-from canzona_cli.report.bench_sweep import SweepView
 from canzona_cli.report.charts import Bar, Bars, Lane, Lanes
 from canzona_cli.report.curves import Curve, Curves
 from canzona_cli.report.document import Document, Section, document
@@ -75,7 +74,7 @@ def test_lanes_of_thousands_of_moments_stay_small_and_keep_their_ends() -> None:
     assert [rect.attributes["width"] for rect in few] == ["50%", "50%"]
 
 
-def test_a_bench_and_a_sweep_as_pages() -> None:
+def test_a_bench_as_a_page() -> None:
     result = bench()
     found = read_page(document("canzona bench", BenchView(result)).text())
     assert len(found.all("svg", class_="bar")) == 2 * len(result.strategies), "measured and predicted"
@@ -84,5 +83,3 @@ def test_a_bench_and_a_sweep_as_pages() -> None:
     assert update[1] == f"{1e3 * result.strategies['canzona'].measured.means['matrix_update']:.0f}"
     cells = found.all("rect", class_="cell")
     assert len(cells) == 4 * sum(any(one.measured.update_s) for one in result.strategies.values())
-    swept = read_page(document("canzona bench --sweep", SweepView("alpha", {"0": result, "1": result})).text())
-    assert any(row[0].startswith("1 canzona") for row in swept.rows())
