@@ -39,6 +39,8 @@ _REMOVED: Mapping[str, str] = {
     "tune": "use canzona plan --layouts, then canzona bench of two recipes",
     "bench --sweep": "use canzona train with --sweep, then canzona report --compare",
     "bench --values": "write them as a setting: canzona train optimizer=muon,soap --sweep",
+    "train --trace": "use --profile FIRST-LAST: torch's profiler writes a Chrome trace of each rank",
+    "report --trace": "train with --profile FIRST-LAST: torch's profiler writes a Chrome trace of each rank",
 }
 """The fixes for removed commands and options; an option is preceded by its command."""
 _LEAVE_OUT = "leave it out"

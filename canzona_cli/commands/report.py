@@ -3,34 +3,11 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from typer import Argument, Option
 
 from canzona_cli.commands.output import AsJson, HtmlFile, progress, show, write_page
-from canzona_cli.errors import Clash, ConfigError, Problem, clashes, refuse
+from canzona_cli.errors import ConfigError, Problem, refuse
 from canzona_cli.run.files import RunFiles
-from canzona_cli.run.words import plural
-
-CLASHES = (
-    Clash(
-        option="--trace",
-        excludes="--compare",
-        reason="a trace shows one run",
-        fix="write one trace for each run, without --compare",
-    ),
-    Clash(
-        option="--html",
-        excludes="--trace",
-        reason="--trace writes only the trace",
-        fix="write the page without --trace",
-    ),
-    Clash(
-        option="--json",
-        excludes="--trace",
-        reason="--trace prints no report",
-        fix="leave --json out, or run `canzona report --json` by itself",
-    ),
-)
 
 
 def report(
@@ -44,9 +21,6 @@ def report(
         ),
     ] = None,
     compare: Annotated[bool, Option("--compare", help="Compare two or more run directories.")] = False,
-    trace: Annotated[
-        Path | None, Option(metavar="FILE.json", help="Write the ranks' timelines as a Chrome trace, for Perfetto.")
-    ] = None,
     html: HtmlFile = None,
     verbose: Annotated[
         bool, Option("--verbose", "-v", help="Show the time of each phase, and the load of the ranks.")
@@ -58,13 +32,7 @@ def report(
     Works for failed and unfinished runs too.
     """
     run_dirs = run_dirs or _newest_run()
-    _check_usage(run_dirs, compare=compare, trace=trace, html=html, as_json=as_json)
-    if trace is not None:
-        from canzona_cli.report.run_trace import write_trace
-
-        ranks = write_trace(run_dirs[0], trace)
-        typer.echo(f"{trace}: timelines of {plural(ranks, 'rank')} (open it in ui.perfetto.dev)", err=True)
-        return
+    _check_usage(run_dirs, compare=compare, html=html)
     if compare:
         _compare(run_dirs, html=html, as_json=as_json)
         return
@@ -111,11 +79,11 @@ def _newest_run() -> list[Path]:
     return [newest]
 
 
-def _check_usage(run_dirs: list[Path], *, compare: bool, trace: Path | None, html: Path | None, as_json: bool) -> None:
+def _check_usage(run_dirs: list[Path], *, compare: bool, html: Path | None) -> None:
     """Checks that options and the number of run directories match.
 
     Raises:
-        ConfigError: options contradict each other or the number of run directories.
+        ConfigError: they do not match, or the page cannot be written.
     """
     from canzona_cli.bench.options import page_problems
 
@@ -126,5 +94,4 @@ def _check_usage(run_dirs: list[Path], *, compare: bool, trace: Path | None, htm
             reason = "there is one run directory, but --compare needs two or more"
         fix = "canzona report --compare RUN_A RUN_B ..."
         problems.append(Problem(key="RUN_DIR", value=" ".join(map(str, run_dirs)), reason=reason, fix=fix))
-    problems += clashes({"--trace": trace, "--compare": compare, "--html": html, "--json": as_json}, CLASHES)
     refuse(problems)

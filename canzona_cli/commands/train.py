@@ -42,11 +42,9 @@ def train(
     sweep: Annotated[
         bool, Option("--sweep", help="Start a run for each combination of values (optimizer.lr=1e-3,3e-3).")
     ] = False,
-    trace: Annotated[
-        str | None, Option(metavar="FIRST-LAST", help="Write a Chrome trace of these steps (run.trace_steps).")
-    ] = None,
     profile: Annotated[
-        str | None, Option(metavar="FIRST-LAST", help="Run torch's profiler on these steps (run.profile_steps).")
+        str | None,
+        Option(metavar="FIRST-LAST", help="Trace these steps with torch's profiler (run.profile_steps)."),
     ] = None,
     weights_from: Annotated[
         str | None,
@@ -79,8 +77,7 @@ def train(
     requests = Requests(raising=True)
     with handle_signals(requests.add, to_the_end=True):
         try:
-            recorded = _recorded_steps(trace=trace, profile=profile)
-            arguments = [*(overrides or []), *recorded, *_weights(weights_from)]
+            arguments = [*(overrides or []), *_profiled_steps(profile), *_weights(weights_from)]
             # These imports take a while, and signals that arrive meanwhile must be handled.
             if sweep:
                 from canzona_cli.commands.train_sweep import sweep as train_swept
@@ -113,24 +110,17 @@ def _weights(where: str | None) -> list[str]:
     return [] if where is None else [f"checkpoint.weights_from={text_value(where)}"]
 
 
-def _recorded_steps(**options: str | None) -> list[str]:
-    """Converts `--trace 5-7` to the override run.trace_steps=[5,7], and `--trace 5` to the single step 5.
-
-    Args:
-        options: the values of `trace` and `profile`; None for an option that is not set.
+def _profiled_steps(text: str | None) -> list[str]:
+    """Converts `--profile 5-7` to the override run.profile_steps=[5,7], and `--profile 5` to the single step 5;
+    returns no override without the option.
 
     Raises:
-        ConfigError: a value is not a range of steps; all such options are reported.
+        ConfigError: the value is not a range of steps.
     """
-    overrides, problems = [], []
-    for name, text in options.items():
-        if text is None:
-            continue
-        steps = [part.strip() for part in text.split("-")]
-        if len(steps) <= 2 and all(part.isdecimal() for part in steps):
-            overrides.append(f"run.{name}_steps=[{int(steps[0])},{int(steps[-1])}]")
-        else:
-            reason, fix = "is not the first and the last step to record", f"for example --{name} 5-7"
-            problems.append(Problem(key=f"--{name}", value=text, reason=reason, fix=fix))
-    refuse(problems)
-    return overrides
+    if text is None:
+        return []
+    steps = [part.strip() for part in text.split("-")]
+    if len(steps) > 2 or not all(part.isdecimal() for part in steps):
+        reason = "is not the first and the last step to record"
+        refuse([Problem(key="--profile", value=text, reason=reason, fix="for example --profile 5-7")])
+    return [f"run.profile_steps=[{int(steps[0])},{int(steps[-1])}]"]

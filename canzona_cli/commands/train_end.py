@@ -9,18 +9,15 @@ from rich.console import Console
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.commands.output import tell
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.errors import CanzonaError
 from canzona_cli.launch.card import card_of, judge
 from canzona_cli.launch.outcome import Outcome
 from canzona_cli.launch.restarts import resume_hint
 from canzona_cli.launch.run_dir import RunDirectory
 from canzona_cli.report.errors import show_failure
 from canzona_cli.report.run import BreakdownView
-from canzona_cli.report.run_trace import write_trace
 from canzona_cli.run.breakdown import load_breakdown
 from canzona_cli.run.corpus import read_corpus
 from canzona_cli.run.summary import load_summary
-from canzona_cli.run.words import plural
 
 
 def show_end(
@@ -41,7 +38,7 @@ def show_end(
     elif full and run.files.breakdown.exists():
         console.print()
         console.print(BreakdownView(breakdown=load_breakdown(run.path), brief=True))
-    rows = [] if outcome.failed else [*_trace_rows(run, config)]
+    rows = [] if outcome.failed else [*_profile_rows(run, config)]
     if done and full:
         rows += _card_rows(run, config)
     if full or rows or not done:
@@ -71,15 +68,9 @@ def _next_rows(run: RunDirectory, config: RunConfig) -> Iterator[str]:
     yield f"next: canzona report {path} --html run.html"
 
 
-def _trace_rows(run: RunDirectory, config: RunConfig) -> Iterator[str]:
-    """Yields a line for each requested trace, with its path or the reason why there is no trace."""
-    if config.run.trace_steps is not None:
-        try:
-            ranks = write_trace(run.path, run.files.trace)
-            description = f"trace of {plural(ranks, 'rank')}, measured and planned"
-            yield f"{description}: {run.files.trace} (open it in ui.perfetto.dev)"
-        except CanzonaError as error:  # the run itself succeeded
-            yield f"no trace of steps {config.run.trace_steps[0]} to {config.run.trace_steps[1]}: {error}"
+def _profile_rows(run: RunDirectory, config: RunConfig) -> Iterator[str]:
+    """Yields a line with the path of the profiler's traces, if they were requested, or the reason why there are
+    none."""
     if config.run.profile_steps is not None:
         first_step = config.run.profile_steps[0]
         traces = f"{run.files.profile}/rank-N.json (open one in ui.perfetto.dev)"

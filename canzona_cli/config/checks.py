@@ -217,18 +217,17 @@ def _cluster_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _training_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yields a problem if canzona can plan the model but not train it, and one for each range of steps to trace
-    or profile that is not within the run."""
+    """Yields a problem if canzona can plan the model but not train it, and one if the range of steps to
+    profile is not within the run."""
     if not config.model.gated:
         reason = "can only be planned: canzona does not train feed-forward layers without a gate"
         yield Problem("model.gated", reason, "leave it out, or use `canzona plan --dry-run`")
     last_step = config.train.steps
-    for key in ("trace_steps", "profile_steps"):
-        steps = getattr(config.run, key)
-        if steps is not None and not 1 <= steps[0] <= steps[1] <= last_step:
-            reason = f"must be the first and the last step to record, in this order, between 1 and {last_step}"
-            fix = f"for example run.{key}=[{min(3, last_step)},{min(5, last_step)}]"
-            yield Problem(f"run.{key}", reason, fix, value=f"[{steps[0]},{steps[1]}]")
+    steps = config.run.profile_steps
+    if steps is not None and not 1 <= steps[0] <= steps[1] <= last_step:
+        reason = f"must be the first and the last step to record, in this order, between 1 and {last_step}"
+        fix = f"for example run.profile_steps=[{min(3, last_step)},{min(5, last_step)}]"
+        yield Problem("run.profile_steps", reason, fix, value=f"[{steps[0]},{steps[1]}]")
 
 
 def _measurement_problems(config: RunConfig) -> Iterator[Problem]:

@@ -14,6 +14,7 @@ REMOVED_SETTINGS: Mapping[str, str] = {
         "use checkpoint.every_minutes; a good value is sqrt(2 x seconds a save stalls x hours between failures)"
     ),
     "train.eval_batches": "use train.eval_sequences: the number of sequences, whatever the batch",
+    "run.trace_steps": "use run.profile_steps: torch's profiler writes a Chrome trace of each rank",
     "run.log_interval": "leave it out: metrics.jsonl has a line for every step",
 }
 """The fix for each removed setting, by dotted key. None of these settings affected training."""

@@ -52,7 +52,7 @@ EVEN_PHASES: tuple[Phase, ...] = ("data", "forward", "backward")
 distribute work unevenly."""
 
 KEPT_STEPS = 2
-"""The number of most recent steps whose timestamps are kept, unless `keep` chooses other steps."""
+"""The number of most recent steps whose timestamps are kept."""
 
 
 @dataclass
@@ -139,7 +139,6 @@ class PhaseTimer:
         self._timings: list[StepTiming] = []
         self._steps_begun = 0
         self._profiler_ranges: list[torch.profiler.record_function] | None = None
-        self._chosen_steps: tuple[int, int] | None = None
         self._kept_steps: deque[_Step] = deque(maxlen=KEPT_STEPS)
         self.on_change: Callable[[Phase], None] | None = None
         """A function that is called with the new phase at every change of phase, also outside of steps."""
@@ -162,11 +161,6 @@ class PhaseTimer:
         """Gives the next step the number `step`. Without this call, steps are numbered from 1."""
         self._steps_begun = step - 1
 
-    def keep(self, first: int, last: int) -> None:
-        """Keeps the timestamps of the steps with the numbers `first` to `last` for `timelines`, instead of the
-        timestamps of the most recent steps."""
-        self._chosen_steps, self._kept_steps = (first, last), deque()
-
     def begin_step(self) -> None:
         """Starts a step. Until `end_step`, time is attributed to the phase that is `current`."""
         self._steps_begun += 1
@@ -179,8 +173,7 @@ class PhaseTimer:
         self._step.end, self._step.moment = self._clock.now(), self._clock.moment
         self._read()
         self._unread, self._step = self._step, None
-        if self._chosen_steps is None or self._chosen_steps[0] <= self._steps_begun <= self._chosen_steps[1]:
-            self._kept_steps.append(self._unread)
+        self._kept_steps.append(self._unread)
 
     def timings(self) -> list[StepTiming]:
         """Returns the timings of all steps so far. Waits for the device, so call it between steps or after
@@ -190,8 +183,8 @@ class PhaseTimer:
         return self._timings
 
     def timelines(self) -> list[StepTimeline]:
-        """Returns the timelines of the steps that `keep` chose, or of the most recent steps. Waits for the
-        device, so call it between steps or after training."""
+        """Returns the timelines of the most recent steps. Waits for the device, so call it between steps or after
+        training."""
         self._wait_for_all()
         # An idle device reaches a timestamp as soon as it is taken, so the timestamp corresponds to the
         # host's clock.

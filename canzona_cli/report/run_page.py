@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import groupby
+from statistics import mean
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -24,7 +25,6 @@ from canzona_cli.report.document import Document, Mood, sections
 from canzona_cli.report.markup import Html, fact_list, foldable, table_html, tag
 from canzona_cli.report.page import note, remarks, section_head
 from canzona_cli.report.run import BreakdownView, RunView
-from canzona_cli.report.run_trace import clock_shifts, lanes, place_of
 from canzona_cli.report.tables import Cell, Table
 from canzona_cli.run.breakdown import Breakdown, Prediction
 from canzona_cli.run.compare import run_figures
@@ -183,7 +183,7 @@ def _timeline(files: RunFiles, layout: Layout | None, planned: Prediction | None
     if not shown:
         return
     hidden = len(ranks) - len(shown)
-    more = f"; `canzona report --trace` shows {plural(hidden, 'more rank')}" if hidden else ""
+    more = f"; {plural(hidden, 'more rank')} in timeline/" if hidden else ""
     yield section_head("Timeline", f", phases of each rank over time; each axis has its own scale{more}")
     yield tag("h3", f"measured, step {shown[0].steps[-1].number}")
     yield _measured_lanes(shown, layout)
@@ -199,12 +199,55 @@ def _measured_lanes(ranks: Sequence[RankTimeline], layout: Layout | None) -> Lan
     rows: list[Lane] = []
     for rank in ranks:
         step, shift_s = rank.steps[-1], shifts[rank.clock] - begin_s
-        coordinates = "" if layout is None else f" ({place_of(rank.rank, layout)})"
+        coordinates = "" if layout is None else f" ({_place_of(rank.rank, layout)})"
         rows.append(Lane(label=f"rank {rank.rank}{coordinates}", intervals=_shift(step.phases, shift_s), begins=True))
         transfers = lanes(step.transfers)
         rows += [Lane(label="in flight", intervals=_shift(lane, shift_s)) for lane in transfers[:2]]
     end_s = max(rank.steps[-1].end_s + shifts[rank.clock] for rank in ranks)
     return Lanes(title="measured", rows=rows, end_s=end_s - begin_s)
+
+
+def lanes(intervals: Iterable[Interval]) -> list[list[Interval]]:
+    """Distributes intervals over as few tracks as possible, so that the intervals of a track do not
+    overlap."""
+    rows: list[list[Interval]] = []
+    for interval in sorted(intervals, key=lambda part: (part.start_s, part.end_s)):
+        free = next((lane for lane in rows if lane[-1].end_s <= interval.start_s), None)
+        if free is None:
+            rows.append([interval])
+        else:
+            free.append(interval)
+    return rows
+
+
+def clock_shifts(ranks: Sequence[RankTimeline]) -> dict[str, float]:
+    """Returns the seconds to add to each clock so that the ends of steps coincide: 0 for the first rank's
+    clock, and for clocks that have no step in common with it.
+
+    Ranks on the same machine share a clock. A step ends after an all-reduce of the loss over all ranks, so all
+    ranks end a step at the same time, up to the latency of that collective.
+    """
+    ends: dict[str, dict[int, list[float]]] = {}
+    for rank in ranks:
+        for step in rank.steps:
+            ends.setdefault(rank.clock, {}).setdefault(step.number, []).append(step.end_s)
+    reference = ends[ranks[0].clock]
+    shifts = {}
+    for clock, steps in ends.items():
+        offsets = [mean(reference[number]) - mean(steps[number]) for number in steps if number in reference]
+        shifts[clock] = mean(offsets) if offsets and clock != ranks[0].clock else 0.0
+    return shifts
+
+
+def _place_of(rank: int, layout: Layout) -> str:
+    """Returns a rank's coordinates, such as `TP 1, DP 0`; `alone` for the only rank. TP varies fastest, then
+    CP, DP and PP, as in Megatron."""
+    coordinates, rest = [], rank
+    for name, ranks in (("TP", layout.tp), ("CP", layout.cp), ("DP", layout.dp), ("PP", layout.pp)):
+        if ranks > 1:
+            coordinates.append(f"{name} {rest % ranks}")
+        rest //= ranks
+    return ", ".join(coordinates) or "alone"
 
 
 def _shift(intervals: Iterable[Interval], by_s: float) -> list[Interval]:

@@ -77,7 +77,7 @@ class Prediction:
     """The timelines of the slowest rank and of the rank whose updates end first."""
 
     def as_json(self) -> dict[str, object]:
-        """Returns all fields except the events, which only a trace needs."""
+        """Returns all fields except the events, which only the timelines of pages need."""
         return {name: value for name, value in record_dict(self).items() if name != "events"}
 
 

@@ -55,8 +55,6 @@ class RunFiles:
         """The predicted time of a step, written before training."""
         self.timelines = root / "timeline"
         """The timelines of a few steps, a file for each rank."""
-        self.trace = root / "trace.json"
-        """All measured and predicted timelines, as a Chrome trace."""
         self.profile = root / "profile"
         """The traces of torch's profiler."""
         self.result = root / "result.json"

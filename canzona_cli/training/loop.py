@@ -102,8 +102,6 @@ class Training:
             self._remember()  # not reported again: the launch that made the validation reported it
         batches = BatchStream(self.datasets.train, world, first_sample=self.progress.samples)
         trainee.timer.number_from(first_step)
-        if config.run.trace_steps is not None:
-            trainee.timer.keep(*config.run.trace_steps)
         profiler = StepProfiler(self.files, world, trainee.timer, config.run.profile_steps)
         stragglers = StragglerWatch(world, trainee.timer, self.journal)
         starvation = StarvationWatch(self.journal, last_step=last_step)

@@ -46,6 +46,8 @@ def test_version() -> None:
         (["tune", "recipe=tiny", "--rounds", "3"], "use canzona plan --layouts, then canzona bench"),
         (["bench", "recipe=tiny", "--sweep", "gpus"], "use canzona train with --sweep"),
         (["bench", "recipe=tiny", "--values", "2,4"], "write them as a setting"),
+        (["train", "recipe=tiny", "--trace", "3-4"], "use --profile FIRST-LAST"),
+        (["report", "run", "--trace", "a.json"], "train with --profile FIRST-LAST"),
         (["resume", "nowhere"], "RUN = nowhere"),
         (["--versoin"], "--version"),
         (["validate", "--x"], "--x"),

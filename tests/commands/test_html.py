@@ -16,7 +16,7 @@ from canzona_cli.run.records import Incident, RankError, RankResult, StageEvent,
 from tests.commands.support import canzona
 from tests.commands.test_report import FIXTURE, make_run
 from tests.report.html_page import Page, read_page
-from tests.report.test_run_trace import timeline
+from tests.report.test_timelines import timeline
 from tests.run.runs import CONFIG, LAYOUT
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> & \"quoted' \x1b[31m"
@@ -179,7 +179,6 @@ def test_mistakes_are_told_before_anything_is_done(tmp_path: Path) -> None:
         (("report", "run", "--html", "page.htm"), "use --html page.html"),
         (("plan", "recipe=tiny", "--dry-run", "--html", "page.png"), "use --html page.html"),
         (("bench", "recipe=tiny", "--html", "file/page.html"), "choose a file in a writable folder"),
-        (("report", "run", "--html", "page.html", "--trace", "trace.json"), "write the page without --trace"),
     ):
         done = canzona(*arguments, cwd=tmp_path, code=2)
         assert fix in done.stderr

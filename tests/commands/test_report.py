@@ -230,17 +230,6 @@ def test_runs_that_cannot_be_compared_are_named_together(tmp_path: Path) -> None
         assert "--compare RUN_A RUN_B" in " ".join(done.stderr.split())
 
 
-def test_a_trace_is_of_one_run_and_no_json(tmp_path: Path) -> None:
-    files = make_run(tmp_path / "run", steps=3)
-    done = canzona(
-        "report", "--compare", *(str(files.root),) * 2, "--trace", str(tmp_path / "t.json"), "--json", code=2
-    )
-    text = " ".join(done.stderr.split())
-    assert "2 problems" in text
-    assert "a trace shows one run" in text
-    assert "--trace prints no report" in text
-
-
 def test_a_damaged_prediction_is_noted(tmp_path: Path) -> None:
     files = make_run(tmp_path / "run")
     shutil.copy(FIXTURE, files.breakdown)

@@ -134,14 +134,12 @@ TYPED = ("parallel.tp=1", "parallel.pp=1", "parallel.cp=1", "train.micro_batch_s
         (("recipe=tiny", "run.trackers=[tensorboard,wandb]", "run.dir=run"), 3, ("pip install 'canzona[wandb]'",)),
         ((*TINY, "engine.c_max_mib=0.01", "run.dir=run"), 2, ("engine.c_max_mib",)),
         ((*TINY, "engine.plan=file", "run.dir=run"), 2, ("engine.plan",)),
-        ((*TINY, "--dry-run", "--trace", "5-", "--profile", "x"), 2, ("--trace = 5-", "--profile = x")),
-        ((*TINY, "--dry-run", "--trace", "3-2", "train.steps=4"), 2, ("run.trace_steps = [3,2]",)),
-        (
-            (*TINY, "--dry-run", "--profile", "0", "run.trace_steps=[1,9]", "train.steps=4"),
-            2,
-            ("run.profile_steps", "run.trace_steps"),
-        ),
-        ((*TINY, "--dry-run", "run.trace_steps=[1,2,3]"), 2, ("run.trace_steps",)),
+        ((*TINY, "--dry-run", "--profile", "5-"), 2, ("--profile = 5-",)),
+        ((*TINY, "--dry-run", "--profile", "3-2", "train.steps=4"), 2, ("run.profile_steps = [3,2]",)),
+        ((*TINY, "--dry-run", "--profile", "0", "train.steps=4"), 2, ("run.profile_steps",)),
+        ((*TINY, "--dry-run", "run.profile_steps=[1,9]", "train.steps=4"), 2, ("run.profile_steps",)),
+        ((*TINY, "--dry-run", "run.profile_steps=[1,2,3]"), 2, ("run.profile_steps",)),
+        ((*TINY, "--dry-run", "run.trace_steps=[1,2]"), 2, ("use run.profile_steps",)),
     ],
 )
 def test_what_cannot_run_is_refused_with_ways_out_before_anything_is_prepared(

@@ -107,7 +107,7 @@ def test_numbers_inside_lists_and_mappings_have_ranges_too() -> None:
         ("cluster.step_factors={exchange:-1}", "contains -1, which must be above 0"),
         ("cluster.step_factors={exchange:nan}", "contains nan, which must be at most 1,000,000"),
         ("cluster.step_factors={exchange:1e-7}", "contains 1e-07, which must be at least 1e-06"),
-        ("run.trace_steps=[0,5]", "contains 0, which must be at least 1"),
+        ("run.profile_steps=[0,5]", "contains 0, which must be at least 1"),
     ],
 )
 def test_a_number_inside_a_list_or_mapping_is_refused_with_its_bound(override: str, said: str) -> None:

@@ -206,24 +206,13 @@ def test_the_last_steps_can_be_told_moment_by_moment() -> None:
     assert (transfer.name, transfer.start_s, transfer.end_s) == ("grad_reduce", last.start_s + 1, last.end_s)
 
 
-def test_the_steps_that_were_asked_for_are_kept_in_place_of_the_last() -> None:
-    timer = HandTimer()
-    timer.keep(2, 4)
-    for _ in range(6):
-        with step_of(timer):
-            timer.spend(1.0, "forward")
-    assert [timeline.number for timeline in timer.timelines()] == [2, 3, 4]
-    assert len(timer.timings()) == 6
-
-
 def test_a_resumed_run_numbers_its_steps_from_where_it_resumes() -> None:
     timer = HandTimer()
     timer.number_from(6)
-    timer.keep(8, 9)
     for _ in range(5):
         with step_of(timer):
             timer.spend(1.0, "forward")
-    assert [timeline.number for timeline in timer.timelines()] == [8, 9]
+    assert [timeline.number for timeline in timer.timelines()] == [9, 10]
     assert [timing.number for timing in timer.timings()] == [6, 7, 8, 9, 10]
 
 

@@ -24,7 +24,7 @@ SC = replace(
     CONFIG,
     engine=replace(CONFIG.engine, strategy="sc"),
     parallel=replace(CONFIG.parallel, tp=2),
-    run=replace(CONFIG.run, dir="elsewhere", trace_steps=(3, 4)),
+    run=replace(CONFIG.run, dir="elsewhere", profile_steps=(3, 4)),
 )
 
 
@@ -66,11 +66,11 @@ def test_settings_that_differ_are_listed_and_no_others(runs: tuple[Path, Path]) 
     assert both.settings == {
         "engine.strategy": ("canzona", "sc"),
         "parallel.tp": (None, 2),
-        "run.trace_steps": (None, (3, 4)),
+        "run.profile_steps": (None, (3, 4)),
     }
     lines = shown(runs)
     assert any(line.split() == ["engine.strategy", "canzona", "sc"] for line in lines)
-    assert any(line.split() == ["run.trace_steps", "null", "[3,4]"] for line in lines)
+    assert any(line.split() == ["run.profile_steps", "null", "[3,4]"] for line in lines)
 
 
 def test_losses_are_compared_at_steps_that_both_logged(runs: tuple[Path, Path]) -> None:

@@ -151,7 +151,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """The settings for the run directory, trackers, hang detection, restarts, traces and profiles."""
+    """The settings for the run directory, trackers, hang detection, restarts and profiles."""
 
     AFFECTS: ClassVar[Affects] = NOTHING
 
@@ -175,11 +175,6 @@ class RunSettings:
         "How many times one launch restarts a run whose workers crashed or hung. A run is not restarted if it"
         " failed twice in the same way at the same step, diverged, or failed because of a user's mistake.",
     ] = 0
-    trace_steps: Annotated[
-        tuple[Count, Count] | None,
-        "First and last step in trace.json; null: no file, but `canzona report --trace` shows the last two.",
-        Example("[5,7]"),
-    ] = None
     profile_steps: Annotated[
         tuple[Count, Count] | None,
         "First and last step to record with torch's profiler: on every rank if there are at most "
