@@ -18,13 +18,13 @@ from statistics import median
 from textwrap import fill
 from typing import get_args
 
-from simulated_runs import resolved
-
 from canzona_cli.bench.simulated import SIZES, parse_gpus
+from canzona_cli.cluster.fit import resolve
 from canzona_cli.cluster.search import LayoutResult, fastest_with
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import FastPath, Layout, RunConfig
+from canzona_cli.errors import DoesNotFit
 from canzona_cli.planner.make import make_plan
 from canzona_cli.run.words import MISSING, layout_words, milliseconds, predicted_overhead, step_time
 from canzona_cli.simulate.compare import Study, study_run
@@ -74,7 +74,10 @@ class Table:
 
 @cache
 def run(recipe: str, gpus: int, overrides: tuple[str, ...]) -> tuple[RunConfig, Layout] | None:
-    return resolved(recipe, gpus, ["cluster=h100-80g", *overrides])
+    try:
+        return resolve(compose_run([f"recipe={recipe}", f"gpus={gpus}", "cluster=h100-80g", *overrides]).config)
+    except DoesNotFit:
+        return None
 
 
 @cache
