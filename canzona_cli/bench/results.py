@@ -19,8 +19,7 @@ from typing import ClassVar
 
 from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import Device, Layout
-from canzona_cli.errors import CanzonaError, ConfigError, Problem, refuse
-from canzona_cli.run import codec
+from canzona_cli.errors import CanzonaError, Problem, refuse
 from canzona_cli.run.breakdown import describes_machine
 from canzona_cli.run.files import write_json_atomic
 from canzona_cli.run.phases import STRATEGIES
@@ -257,9 +256,6 @@ def _loss_problems(
             return
 
 
-_FIX = "write it again with `canzona bench ... --out FILE.json`"
-
-
 def content_of(result: BenchResult) -> dict[str, object]:
     """Returns the contents of bench.json: the figures, and under `result` the data that they are computed
     from.
@@ -361,15 +357,3 @@ def save(result: BenchResult, path: Path) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json_atomic(path, content_of(result))
-
-
-def load(path: Path) -> BenchResult:
-    """Reads a result that `save` wrote.
-
-    Raises:
-        ConfigError: the file is missing, damaged, or of another version.
-    """
-    try:
-        return codec.load(path, BenchResult, key="bench result", fix=_FIX, inside="result")
-    except FileNotFoundError:
-        raise ConfigError(Problem(key="bench result", value=path, reason="there is no such file", fix=_FIX)) from None

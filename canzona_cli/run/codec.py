@@ -72,13 +72,12 @@ def save(path: Path, record: "DataclassInstance", *, indented: bool = True) -> N
         write_text_atomic(path, json.dumps(record_dict(record)) + "\n")
 
 
-def load[T](path: Path, kind: type[T], *, key: str, fix: str, value: object = None, inside: str | None = None) -> T:
+def load[T](path: Path, kind: type[T], *, key: str, fix: str, value: object = None) -> T:
     """Reads and checks a record.
 
     Args:
         key, fix, value: fields of the problem that is raised for an unreadable file; `value` defaults to the
             path.
-        inside: the key in the file whose value is the record; None if the file is the record.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -86,15 +85,13 @@ def load[T](path: Path, kind: type[T], *, key: str, fix: str, value: object = No
     """
     try:
         content = _check_version(parse_json(read_plain(path)), getattr(kind, "VERSION", None))
-        return parse(kind, content if inside is None else content[inside])
+        return parse(kind, content)
     except Absent:
         raise
     except Unreadable as error:
         reason = f"{path.name} {error}"
     except Damaged as error:
         reason = f"{path.name} is damaged: {error}"
-    except KeyError as error:
-        reason = f"{path.name} is damaged: it has no {error}"
     except _OtherVersion as error:
         reason, fix = f"{path.name} {error}", "read it with the version of canzona that wrote it"
     raise ConfigError(Problem(key=key, value=path if value is None else value, reason=reason, fix=fix))

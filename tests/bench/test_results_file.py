@@ -1,19 +1,21 @@
-"""The JSON of a bench: the figures of the issue, speed-ups only where they may be told, and all of it readable back."""
+"""The JSON of a bench: the figures of the issue, speed-ups only where they may be told, and all raw data."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from canzona_cli.bench.results import content_of, load, save
+from canzona_cli.bench.results import BenchResult, content_of, save
+from canzona_cli.run.codec import parse
 from canzona_cli.run.statistics import Quartiles
 from tests.bench.benches import bench, of_rounds, with_measured
 
 
-def test_what_is_saved_is_loaded_back_the_same(tmp_path: Path) -> None:
+def test_what_is_saved_has_all_raw_data(tmp_path: Path) -> None:
     result = bench()
     save(result, tmp_path / "new" / "bench.json")
-    assert load(tmp_path / "new" / "bench.json") == result
+    saved = json.loads((tmp_path / "new" / "bench.json").read_text(encoding="utf-8"))
+    assert parse(BenchResult, saved["result"]) == result
 
 
 def test_speedups_are_the_ratios_round_by_round() -> None:
@@ -52,14 +54,13 @@ def test_speedups_of_two_rounds_have_numbers_and_are_not_judged() -> None:
     assert not set(ran) & set(content["withheld"])
 
 
-def test_strategies_that_disagree_have_no_speedup_at_all_and_keep_their_numbers(tmp_path: Path) -> None:
+def test_strategies_that_disagree_have_no_speedup_at_all_and_keep_their_numbers() -> None:
     result = with_measured(bench(), "sc", losses=tuple(3.0 for _ in range(8)))
     content = content_of(result)
     assert set(content["speedup"].values()) == {None}  # type: ignore[attr-defined]
     assert content["overhead_over_adamw"] is None
     assert "sc, step 1" in content["disagreements"][0]  # type: ignore[index]
-    save(result, tmp_path / "bench.json")
-    assert load(tmp_path / "bench.json").strategies["sc"].measured.optimizer_s
+    assert content["strategies"]["sc"]["optimizer_s"]  # type: ignore[index]
 
 
 def test_what_did_not_run_is_said_to_be_missing() -> None:

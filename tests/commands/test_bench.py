@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.bench.options import read_options
-from canzona_cli.bench.results import content_of, load
+from canzona_cli.bench.results import BenchResult, content_of
 from canzona_cli.commands.bench import _conclude
 from canzona_cli.errors import CanzonaError
 from canzona_cli.planner.plan_file import read_plan
 from canzona_cli.report.bench import BenchView
+from canzona_cli.run.codec import parse
 from tests.bench.benches import bench, with_measured
 from tests.commands.support import canzona
 
@@ -41,7 +42,7 @@ def test_json_has_every_strategy_measured_and_predicted(done: tuple[Path, subpro
         assert (value is None) == (name in content["withheld"])
     assert content["disagreements"] == []
     assert content["layout"]["tp"] == 2
-    result = load(folder / "out" / "r.json")
+    result = parse(BenchResult, content["result"])
     assert result.reference == "canzona"
     for found in result.strategies.values():
         assert len(found.measured.iteration_s) == len(found.measured.optimizer_s) == 2
@@ -52,7 +53,7 @@ def test_a_bench_directory_keeps_settings_plan_and_result(done: tuple[Path, subp
     folder, _ = done
     (run,) = (folder / "bench").iterdir()
     assert run.name.startswith("qwen3-tiny-")
-    assert load(run / "bench.json") == load(folder / "out" / "r.json")
+    assert (run / "bench.json").read_text(encoding="utf-8") == (folder / "out" / "r.json").read_text(encoding="utf-8")
     assert read_plan(run / "plan-canzona.json").subject.settings.splitting == "qkv"
     assert not (run / "plan-sc.json").exists()
     assert {path.name for path in run.glob("config-*.yaml")} == {"config-canzona.yaml", "config-sc.yaml"}
@@ -79,5 +80,6 @@ def test_numbers_of_strategies_that_disagree_are_written_before_the_command_fail
     options = read_options(strategies=[], rounds=2, steps_per_turn=2, out=tmp_path / "r.json")
     with pytest.raises(CanzonaError, match="step 1"):
         _conclude("canzona bench", content_of(result), options, BenchView(result), result, as_json=True)
-    assert load(tmp_path / "r.json") == result
-    assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
+    written = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
+    assert parse(BenchResult, written["result"]) == result
+    assert json.loads(capsys.readouterr().out) == written
