@@ -30,7 +30,7 @@ from canzona_cli.errors import DoesNotFit, Problem
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.buckets import Part, Pool, pool_buckets, pools
 from canzona_cli.planner.joint import balance_together
-from canzona_cli.planner.packing import CLOSE_ENOUGH, pack
+from canzona_cli.planner.packing import pack
 from canzona_cli.planner.paper import balanced_cuts, even_start, greedy_hosts
 from canzona_cli.planner.plan import Assignment, Cell, PlanSettings
 from canzona_cli.planner.problem import Owners, Placement, PoolProblem
@@ -202,38 +202,14 @@ def _place_within(
 
 
 def _balance(stage: PoolProblem) -> Owners:
-    """Balances units over owners with the better of two heuristics, then spreads each bucket's bytes over
-    owners.
-
-    1. Pack units into owners; this suffices if owners hold many units.
-    2. Pack units into the cells of the grid and deal the cells to owners.
-
-    A result is judged by its busiest cell after every owner's matrices are packed onto its hosts. With tp = 1
-    the two heuristics are the same. If matrices may be shared, each heuristic is tried twice: with the cost
-    of hosted updates, and with `PoolProblem.summed_costs`. The search stops at the first result that reaches
-    the bound.
-    """
-    best: Owners = {}
-    lowest = float("inf")
-    heuristics: list[Callable[[PoolProblem], Owners]] = [_units_to_owners]
-    if stage.tp > 1:
-        heuristics.append(_units_to_cells)
-    problems = [stage, replace(stage, costs=stage.summed_costs)] if stage.shared_costs else [stage]
-    for heuristic, problem in product(heuristics, problems):
-        owner_of = heuristic(problem)
-        height = stage.height(owner_of)
-        if height < lowest * (1 - 1e-9):
-            best, lowest = owner_of, height
-        if lowest <= stage.bound * (1 + CLOSE_ENOUGH):
-            break
-    return spread_bytes(stage.buckets, best, stage.kinds)
-
-
-def _units_to_owners(stage: PoolProblem) -> Owners:
-    """Packs units into owners."""
-    units = list(stage.units)
-    packing = pack([stage.cost(unit) for unit in units], stage.owners)
-    return {units[item]: owner for owner, items in enumerate(packing.bins) for item in items}
+    """Packs units into the cells of the grid, deals the cells to owners, and spreads each bucket's bytes over owners.
+    If matrices may be shared, this is done with the cost of hosted updates and with `PoolProblem.summed_costs`, and the
+    assignment with the less busy cell is kept."""
+    assignments = [_units_to_cells(stage)]
+    if stage.shared_costs:
+        assignments.append(_units_to_cells(replace(stage, costs=stage.summed_costs)))
+    lowest = min(assignments, key=stage.height)
+    return spread_bytes(stage.buckets, lowest, stage.kinds)
 
 
 def _units_to_cells(stage: PoolProblem) -> Owners:

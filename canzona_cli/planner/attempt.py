@@ -19,7 +19,7 @@ from canzona_cli.planner.exposure import Exposure, Outline
 from canzona_cli.planner.groups import GroupSearch
 from canzona_cli.planner.pipeline import HostedPipeline
 from canzona_cli.planner.plan import Assignment, Bucket, Cell, Plan, PlanSettings, Subject
-from canzona_cli.planner.seats import concentrate_owners, renumber_owners
+from canzona_cli.planner.seats import renumber_owners
 
 SHARING_GAIN = 1.03
 """The threshold above which a plan with shared matrices is tried: the ratio of the busiest rank's update time
@@ -132,8 +132,7 @@ class Attempt:
     def _best(self, exposure: Exposure) -> Candidate:
         """Returns the first candidate that is as fast as the fastest, up to `ALIKE`.
 
-        Candidates are, in this order: the balanced assignment with units exchanged between owners
-        (`concentrate_owners`), the balanced assignment (both with renumbered owners), and owners in natural
+        Candidates are, in this order: the balanced assignment with renumbered owners, and owners in natural
         order in buckets of the default size. The last is left out with a memory cap or mode shared. If
         buckets are not laid out by owner, or alpha is below 1, only the assignment itself is a candidate.
         """
@@ -142,9 +141,7 @@ class Attempt:
         if not self._by_owner or self._settings.alpha < 1:
             return self._candidate(assignment, limit, exposure)
         members, layout = self._members, self._layout
-        balanced = [concentrate_owners(members, self._costs, assignment, layout, limit), assignment]
-        renumbered = [renumber_owners(members, way, layout, limit) for way in balanced]
-        candidates = [self._candidate(way, limit, exposure) for way in renumbered]
+        candidates = [self._candidate(renumber_owners(members, assignment, layout, limit), limit, exposure)]
         if self._memory_cap is None and self._settings.mode != "shared":
             # A balanced assignment may lose more time to communication than its balance gains.
             natural = self._assign(replace(self._settings, strategy="asc"), self._default_limit, shared=False)

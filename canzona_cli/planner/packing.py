@@ -16,8 +16,6 @@ from canzona_cli.planner.bounds import packing_bound, simple_bound
 
 CLOSE_ENOUGH = 1e-3
 """The relative distance from the lower bound below which a packing is not improved further."""
-_EXCHANGES_PER_BIN = 4
-"""The largest number of exchanges (`_exchange`), per bin."""
 HALVINGS = 9
 """The number of heights that one search tries, between the lower bound and the best height so far."""
 NODES = 1500
@@ -47,11 +45,8 @@ def pack(costs: Sequence[float], bins: int) -> Packing:
     2. While the result is above its lower bound, bisect the height as MULTIFIT does (Coffman, Garey, Johnson
        1978), filling one bin after another as full as the remaining items allow (minimum bin slack; Gupta and
        Ho 1999).
-    3. Exchange items with the fullest bin.
 
-    With more than `SEARCHED` distinct costs, steps 2 and 3 are skipped. Without step 2, 17 of 72 plans of
-    Qwen3 (six sizes, 8 to 1024 GPUs, three optimizers) would be worse: the balance of 14B with Shampoo on 64
-    GPUs would be 1.061 instead of 1.032, that of 1.7B with Muon on 64 GPUs 1.042 instead of 1.026.
+    With more than `SEARCHED` distinct costs, step 2 is skipped.
     """
     classes = _Classes.of(costs)
     best = _largest_first(classes, bins)
@@ -78,8 +73,6 @@ def pack(costs: Sequence[float], bins: int) -> Packing:
             high = min(limit, _height(classes, best))
             if high <= bound * (1 + CLOSE_ENOUGH):
                 break
-    if _height(classes, best) > bound * (1 + CLOSE_ENOUGH):
-        best = _exchange(classes, best, bound)
     return Packing(bins=tuple(classes.hand_out(best)), height=_height(classes, best))
 
 
@@ -217,37 +210,6 @@ class _Filler:
         return False
 
 
-def _exchange(classes: _Classes, patterns: Sequence[Pattern], bound: float) -> list[Pattern]:
-    """Repeatedly pools the items of the fullest bin with those of another bin, and divides them between the
-    two bins anew. Stops when the fullest bin is close to `bound`, when no other bin helps, or after
-    `_EXCHANGES_PER_BIN` exchanges per bin."""
-    packed = list(patterns)
-    loads = [classes.load(pattern) for pattern in packed]
-    for _ in range(_EXCHANGES_PER_BIN * len(packed)):
-        top = max(range(len(packed)), key=lambda b: (loads[b], -b))
-        if loads[top] <= bound * (1 + CLOSE_ENOUGH):
-            break
-        seen: set[Pattern] = set()
-        for other in sorted(range(len(packed)), key=lambda b: (loads[b], b)):
-            if packed[other] in seen or loads[other] >= loads[top]:
-                continue
-            seen.add(packed[other])
-            pooled = [a + b for a, b in zip(packed[top], packed[other], strict=True)]
-            half = (loads[top] + loads[other]) / 2
-            # The two new bins have the same sum as before, so the split closest to half is the best.
-            first_half = _Filler(costs=classes.costs, counts=pooled, limit=half, enough=half).best()
-            if first_half is None:
-                continue
-            second_half = tuple(a - b for a, b in zip(pooled, first_half, strict=True))
-            if classes.load(second_half) < loads[top] * (1 - 1e-9):
-                packed[top], packed[other] = first_half, second_half
-                loads[top], loads[other] = classes.load(first_half), classes.load(second_half)
-                break
-        else:
-            break
-    return packed
-
-
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """The hosts of one owner's matrices: one row of the grid."""
@@ -310,8 +272,8 @@ class HostPacker:
         return order, self._cache[key]
 
     def _pack_rows(self, items: Sequence[tuple[float, SharedCost | None]]) -> Iterator[Row]:
-        """Packs an owner's matrices; yields alternative rows. The costliest matrices are shared first, and a
-        quick estimate (largest first) chooses their number.
+        """Yields alternative rows for an owner's matrices: the lowest, one that shares nothing, and one that
+        shares all matrices that may be shared. The costliest matrices are shared first.
 
         Args:
             items: the cost of each matrix, descending, and its shared costs if it may be shared.
@@ -320,33 +282,17 @@ class HostPacker:
         counts = [len(possible)]
         if not self._all_shared:
             counts = sorted({*range(min(len(possible), 2 * self._tp) + 1), len(possible)})
+        rows = [self._row(items, set(possible[:count])) for count in counts]
+        yield from dict.fromkeys((min(rows, key=lambda row: row.height), rows[0], rows[-1]))
 
-        def divide(count: int) -> tuple[list[int], float]:
-            """Returns the places of the hosted matrices, and the seconds that every rank spends on
-            the shared matrices, if `count` matrices are shared."""
-            shared = set(possible[:count])
-            hosted = [place for place in range(len(items)) if place not in shared]
-            return hosted, sum(cost.each for place, (_, cost) in enumerate(items) if cost and place in shared)
-
-        def estimate(count: int) -> float:
-            """Estimates the height of the row that shares `count` matrices."""
-            hosted, shared_s = divide(count)
-            if not hosted:
-                return shared_s
-            classes = _Classes.of([items[place][0] for place in hosted])
-            return shared_s + _height(classes, _largest_first(classes, self._tp))
-
-        lowest = min(counts, key=estimate) if len(counts) > 1 else counts[0]
-        for count in dict.fromkeys((lowest, counts[0], counts[-1])):
-            hosted, shared_s = divide(count)
-            packing = pack([items[place][0] for place in hosted], self._tp) if hosted else None
-            hosts = [0] * len(items)
-            for host, members in enumerate(packing.bins if packing else ()):
-                for item in members:
-                    hosts[hosted[item]] = host
-            shared = set(possible[:count])
-            yield Row(
-                hosts=tuple(hosts),
-                shared=tuple(place in shared for place in range(len(items))),
-                height=shared_s + (packing.height if packing else 0.0),
-            )
+    def _row(self, items: Sequence[tuple[float, SharedCost | None]], shared: set[int]) -> Row:
+        """Returns the row in which the places `shared` are shared and all other matrices are packed onto hosts."""
+        hosted = [place for place in range(len(items)) if place not in shared]
+        shared_s = sum(cost.each for place, (_, cost) in enumerate(items) if cost and place in shared)
+        packing = pack([items[place][0] for place in hosted], self._tp)
+        hosts = [0] * len(items)
+        for host, members in enumerate(packing.bins):
+            for item in members:
+                hosts[hosted[item]] = host
+        flags = tuple(place in shared for place in range(len(items)))
+        return Row(hosts=tuple(hosts), shared=flags, height=shared_s + packing.height)

@@ -158,11 +158,6 @@ class PlanView(Page):
         )
         slowest, mean = step_time(balance.slowest_s), step_time(balance.mean_s)
         yield "busiest rank", f"{balance.slowest.describe(mesh)}: {slowest} (mean {mean})"
-        if mesh.tp > 1:
-            exchanges = study.updates
-            bound = f"any assignment takes at least {step_time(exchanges.least)}"
-            gap = f"this plan is {_gap_text(exchanges.gap)}"
-            yield "exchanges", f"updates take {step_time(exchanges.seconds)} with exchanges; {bound}, and {gap}"
         if study.refreshes is not None:
             refreshes, mean_s = study.refreshes, study.planned.result.iteration_s
             spreading = "spread" if study.plan.subject.optimizer.spread else "not spread"

@@ -27,7 +27,6 @@ from canzona_cli.costs.memory import capacity, estimate
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.model.shapes import ModelShapes
-from canzona_cli.planner.least import Updates, updates
 from canzona_cli.planner.make import make_plan, plan_unbounded
 from canzona_cli.planner.measures import Balance, Communication, balance, communication, kinds
 from canzona_cli.planner.memory import PlanMemory, plan_memory
@@ -155,11 +154,6 @@ class Study:
         return flex_speedup(self.config, self.layout)
 
     @cached_property
-    def updates(self) -> Updates:
-        """The time of the slowest owner's updates and exchanges, with its lower bound."""
-        return updates(self.config, self.layout, self.plan)
-
-    @cached_property
     def refreshes(self) -> Refreshes | None:
         """The update times in a refresh period under the plan; None for optimizers that do not refresh."""
         if not isinstance(self.config.optimizer, KroneckerConfig):
@@ -209,8 +203,6 @@ class Study:
                 **balanced,
                 "gap": self.balance.gap,
                 "slowest_rank": self.balance.slowest.rank,
-                "with_exchanges_s": self.updates.seconds,
-                "least_with_exchanges_s": self.updates.least,
             },
             "memory": {
                 "per_gpu_bytes": {**self.memory.parts, "total": self.memory.total},

@@ -19,7 +19,6 @@ from canzona_cli.model.matrices import Matrix
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.planner.assign import assign
 from canzona_cli.planner.bounds import stage_bound
-from canzona_cli.planner.least import updates
 from canzona_cli.planner.make import make_plan
 from canzona_cli.planner.measures import balance
 from canzona_cli.planner.memory import plan_memory
@@ -188,30 +187,6 @@ def test_small_stages_are_balanced_to_within_one_expert_of_the_best(tp: int, dp:
     assert stage_bound(matrices, costs, 0, mesh) <= best * (1 + 1e-9)
     one = max(cost for matrix, cost in zip(matrices, costs, strict=True) if matrix.expert_rank is not None)
     assert max(found.loads(matrices, costs, 0, mesh.owners, mesh.tp)) <= best + one
-
-
-@pytest.mark.parametrize("large", [2.3, 3.1, 5.75])
-def test_the_bound_knows_that_dense_matrices_cannot_be_divided_among_expert_ranks(large: float) -> None:
-    """One rank has two of three large matrices, on two cells of each of two expert ranks or one of each of four."""
-    for ep in (2, 4):
-        mesh = replace(layout(tp=2, dp=2), ep=ep)
-        matrices = [m for m in members(mesh, layers=2) if m.layer == 0 or m.kind == "q"]
-        matrices = [replace(m, index=i, unit=i) for i, m in enumerate(matrices) if m.kind not in ("k", "v")]
-        costs = [1.0 if m.expert_rank is not None else large for m in matrices]
-        best, mean = best_by_trying(matrices, costs, mesh), sum(costs) / mesh.cells
-        assert stage_bound(matrices, costs, 0, mesh) == pytest.approx(best, rel=1e-5)
-        assert ep == 2 or best > 1.05 * mean
-
-
-@pytest.mark.parametrize(("tp", "ep", "most"), [(1, 4, 0.05), (4, 8, 0.1)])
-def test_experts_take_hardly_longer_with_their_copies_than_any_assignment_takes(tp: int, ep: int, most: float) -> None:
-    """The bound includes the copies of dense matrices that travel to hosts, but no waits."""
-    mesh = replace(layout(tp=tp, dp=16 // tp), ep=ep)
-    config = experts(mesh, layers=8)
-    taken = updates(config, mesh, make_plan(config, mesh))
-    assert taken.least * (1 - 1e-9) <= taken.seconds <= (1 + most) * taken.least
-    alone = stage_bound(*_planned(config, mesh), 0, mesh)
-    assert taken.least > alone or tp == 1
 
 
 def test_experts_make_up_for_unequal_dense_matrices() -> None:
