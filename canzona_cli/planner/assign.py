@@ -19,7 +19,6 @@ balances them together with all other matrices.
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import groupby, product
 from types import MappingProxyType
@@ -202,14 +201,9 @@ def _place_within(
 
 
 def _balance(stage: PoolProblem) -> Owners:
-    """Packs units into the cells of the grid, deals the cells to owners, and spreads each bucket's bytes over owners.
-    If matrices may be shared, this is done with the cost of hosted updates and with `PoolProblem.summed_costs`, and the
-    assignment with the less busy cell is kept."""
-    assignments = [_units_to_cells(stage)]
-    if stage.shared_costs:
-        assignments.append(_units_to_cells(replace(stage, costs=stage.summed_costs)))
-    lowest = min(assignments, key=stage.height)
-    return spread_bytes(stage.buckets, lowest, stage.kinds)
+    """Packs units into the cells of the grid, deals the cells to owners, and spreads each bucket's bytes over
+    owners."""
+    return spread_bytes(stage.buckets, _units_to_cells(stage), stage.kinds)
 
 
 def _units_to_cells(stage: PoolProblem) -> Owners:
@@ -290,7 +284,7 @@ def _choose_hosts(
         elif settings.grouping == "greedy" and not stage.shared_costs:
             hosts = greedy_hosts(stage.matrices, indices, stage.tp, settings.capacity(bytes_per_element))
         else:
-            row = stage.packer.rows(indices)[0]
+            row = stage.packer.row(indices)
             hosts = row.hosts
             shared.update(index for index, together in zip(indices, row.shared, strict=True) if together)
         for index, host in zip(indices, hosts, strict=True):

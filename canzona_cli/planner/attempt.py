@@ -16,7 +16,7 @@ from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.assign import assign
 from canzona_cli.planner.buckets import Pool, buckets, pool_buckets, typical_pools
 from canzona_cli.planner.exposure import Exposure, Outline
-from canzona_cli.planner.groups import GroupSearch
+from canzona_cli.planner.groups import Grouping
 from canzona_cli.planner.pipeline import HostedPipeline
 from canzona_cli.planner.plan import Assignment, Bucket, Cell, Plan, PlanSettings, Subject
 from canzona_cli.planner.seats import renumber_owners
@@ -88,7 +88,7 @@ class Attempt:
         self._element_bytes = prices.pipeline.element_bytes
         settings = subject.settings
         self._settings = settings if c_max is None else replace(settings, c_max_bytes=c_max * self._element_bytes)
-        self._search = GroupSearch(self._members, self._costs, self._settings, prices.pipeline)
+        self._grouping = Grouping(self._members, self._costs, self._settings, prices.pipeline)
         default = subject.buffers["bucket_elements"]
         assert default is None or isinstance(default, int)
         self._default_limit, self._resizes = default, resizes
@@ -109,7 +109,7 @@ class Attempt:
             costs=self._costs,
             assignment=best.assignment,
             buckets=self._buckets(best),
-            groups=self._search.micro_groups(best.assignment),
+            groups=self._grouping.micro_groups(best.assignment),
             lower_bounds=self._bounds,
         )
 
@@ -197,16 +197,13 @@ class Attempt:
         faster."""
         if self._settings.mode != "auto" or not self._possible or not self._leaves_idle(hosted):
             return hosted
-        balanced = self._assign(self._settings, limit, shared=True)
-        best = self._search.choose_shared(hosted, balanced, self._possible, self._memory_cap)
-        if not best.shared_costs:
-            return best
+        shared = self._assign(self._settings, limit, shared=True)
         # The buckets of the two assignments hardly differ.
         chunks = exposure.chunks(self._alternatives(hosted, limit, exposure)[0], self._members)
         shared_s, hosted_s = (
-            exposure.gathering_seconds(chunks, self._search.slowest_owner_seconds(way)) for way in (best, hosted)
+            exposure.gathering_seconds(chunks, self._grouping.slowest_owner_seconds(way)) for way in (shared, hosted)
         )
-        return best if hosted_s > (1 + ALIKE) * shared_s else hosted
+        return shared if hosted_s > (1 + ALIKE) * shared_s else hosted
 
     def _assign(self, settings: PlanSettings, limit: int | None, *, shared: bool) -> Assignment:
         """Returns the assignment with these settings, from a cache or newly made.
@@ -243,7 +240,7 @@ class Attempt:
         """Completes an assignment with buckets, which are reduced and gathered in the ways that add the
         fewest seconds to an iteration."""
         alternatives = self._alternatives(assignment, limit, exposure)
-        updates_s = self._search.slowest_owner_seconds(assignment)
+        updates_s = self._grouping.slowest_owner_seconds(assignment)
         chunks = [exposure.chunks(alternative, self._members) for alternative in alternatives]
         reducing_s = [exposure.reduction_seconds(chunks_of_stages) for chunks_of_stages in chunks]
         gathering_s = [exposure.gathering_seconds(chunks_of_stages, updates_s) for chunks_of_stages in chunks]

@@ -223,13 +223,13 @@ class Row:
 
 
 class HostPacker:
-    """The packer that chooses the hosts of an owner's matrices, and which of them are shared. Owners with the
-    same costs are packed only once.
+    """The packer that chooses the hosts of an owner's matrices, and whether they are shared. Owners with the same
+    costs are packed only once.
 
     Args:
         costs: the cost of each matrix if one host updates it.
         shared_costs: the costs of the matrices that may be shared, by index.
-        all_shared: True to share all these matrices; False to share as many as give the best balance.
+        all_shared: True to share all these matrices; False to share all or none, whichever gives the better balance.
     """
 
     def __init__(
@@ -237,62 +237,30 @@ class HostPacker:
     ) -> None:
         self._costs, self._tp = costs, tp
         self._shared_costs, self._all_shared = shared_costs, all_shared
-        self._cache: dict[tuple[tuple[float, SharedCost | None], ...], tuple[Row, ...]] = {}
+        self._cache: dict[tuple[tuple[float, SharedCost | None], ...], Row] = {}
 
-    def rows(self, matrices: Sequence[int]) -> list[Row]:
-        """Returns alternative rows for an owner, from the lowest height to the highest. Unless `all_shared`
-        is set, they include a row that shares nothing and a row that shares all matrices that may be shared.
-
-        Args:
-            matrices: the indices of the owner's matrices; each row's entries are in this order.
-        """
-        order, rows = self._look_up(matrices)
-        inverse = sorted(range(len(order)), key=order.__getitem__)
-        return [
-            Row(
-                hosts=tuple(row.hosts[place] for place in inverse),
-                shared=tuple(row.shared[place] for place in inverse),
-                height=row.height,
-            )
-            for row in rows
-        ]
-
-    def height(self, matrices: Sequence[int]) -> float:
-        """Returns the height of the lowest row for an owner's matrices, which is the seconds of the busiest
-        host; 0 without matrices."""
-        return self._look_up(matrices)[1][0].height if matrices else 0.0
-
-    def _look_up(self, matrices: Sequence[int]) -> tuple[list[int], tuple[Row, ...]]:
-        """Returns the places of the matrices in descending order of cost, and rows whose entries are in this
-        order."""
-        order = sorted(range(len(matrices)), key=lambda p: (-self._costs[matrices[p]], p))
-        key = tuple((self._costs[matrices[p]], self._shared_costs.get(matrices[p])) for p in order)
-        if key not in self._cache:
-            self._cache[key] = tuple(sorted(self._pack_rows(key), key=lambda row: (row.height, sum(row.shared))))
-        return order, self._cache[key]
-
-    def _pack_rows(self, items: Sequence[tuple[float, SharedCost | None]]) -> Iterator[Row]:
-        """Yields alternative rows for an owner's matrices: the lowest, one that shares nothing, and one that
-        shares all matrices that may be shared. The costliest matrices are shared first.
+    def row(self, matrices: Sequence[int]) -> Row:
+        """Returns the row with the lowest height for an owner.
 
         Args:
-            items: the cost of each matrix, descending, and its shared costs if it may be shared.
+            matrices: the indices of the owner's matrices; the row's entries are in this order.
         """
-        possible = [place for place, (_, cost) in enumerate(items) if cost is not None]
-        counts = [len(possible)]
-        if not self._all_shared:
-            counts = sorted({*range(min(len(possible), 2 * self._tp) + 1), len(possible)})
-        rows = [self._row(items, set(possible[:count])) for count in counts]
-        yield from dict.fromkeys((min(rows, key=lambda row: row.height), rows[0], rows[-1]))
+        items = tuple((self._costs[index], self._shared_costs.get(index)) for index in matrices)
+        if items not in self._cache:
+            rows = [self._row(items, shares=True)]
+            if not self._all_shared and any(cost is not None for _, cost in items):
+                rows.insert(0, self._row(items, shares=False))
+            self._cache[items] = min(rows, key=lambda row: row.height)
+        return self._cache[items]
 
-    def _row(self, items: Sequence[tuple[float, SharedCost | None]], shared: set[int]) -> Row:
-        """Returns the row in which the places `shared` are shared and all other matrices are packed onto hosts."""
-        hosted = [place for place in range(len(items)) if place not in shared]
-        shared_s = sum(cost.each for place, (_, cost) in enumerate(items) if cost and place in shared)
-        packing = pack([items[place][0] for place in hosted], self._tp)
+    def _row(self, items: Sequence[tuple[float, SharedCost | None]], *, shares: bool) -> Row:
+        """Packs matrices onto hosts, except those that are shared: none, or all that may be."""
+        shared = [cost is not None and shares for _, cost in items]
+        hosted = [place for place in range(len(items)) if not shared[place]]
+        packing = pack([items[place][0] for place in hosted], self._tp) if hosted else None
         hosts = [0] * len(items)
-        for host, members in enumerate(packing.bins):
+        for host, members in enumerate(packing.bins if packing else ()):
             for item in members:
                 hosts[hosted[item]] = host
-        flags = tuple(place in shared for place in range(len(items)))
-        return Row(hosts=tuple(hosts), shared=flags, height=shared_s + packing.height)
+        shared_s = sum(cost.each for (_, cost), is_shared in zip(items, shared, strict=True) if cost and is_shared)
+        return Row(hosts=tuple(hosts), shared=tuple(shared), height=shared_s + (packing.height if packing else 0.0))

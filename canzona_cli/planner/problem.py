@@ -56,13 +56,6 @@ class PoolProblem:
         return {part.unit: part.matrices for parameter in parameters for part in parameter.parts}
 
     @cached_property
-    def summed_costs(self) -> list[float]:
-        """The update seconds of each matrix, summed over the ranks of a TP group, if all matrices in
-        `shared_costs` are shared."""
-        sums = {index: self.tp * shared_cost.each for index, shared_cost in self.shared_costs.items()}
-        return [sums.get(index, cost) for index, cost in enumerate(self.costs)]
-
-    @cached_property
     def bound(self) -> float:
         """The lower bound on the update seconds of the stage's busiest cell."""
         return stage_bound(self.matrices, self.costs, self.pool.stage, self.mesh, self.shared_costs)
@@ -90,10 +83,6 @@ class PoolProblem:
         for unit, owner in owners.items():
             by_owner[owner] += self.units[unit]
         return [sorted(matrices) for matrices in by_owner]
-
-    def height(self, owners: Owners) -> float:
-        """Packs every owner's matrices onto its hosts and returns the seconds of the busiest cell."""
-        return max(self.packer.height(matrices) for matrices in self.matrices_of_owners(owners))
 
     def communication(self, placement: "Placement") -> float:
         """Measures the time to communicate the pool's buckets, in elements: adds up the elements of each

@@ -22,7 +22,7 @@ from canzona_cli.planner import attempt, make
 from canzona_cli.planner.assign import assign
 from canzona_cli.planner.buckets import buckets
 from canzona_cli.planner.chunks import Chunk
-from canzona_cli.planner.groups import GroupSearch
+from canzona_cli.planner.groups import Grouping
 from canzona_cli.planner.make import plan_unbounded
 from canzona_cli.planner.pipeline import HostedPipeline
 from canzona_cli.planner.plan import PlanSettings
@@ -76,7 +76,7 @@ def planned_workload(
         costs=costs,
         assignment=assignment,
         buckets=buckets(members, assignment, mesh, wanted, limit),
-        groups=GroupSearch(members, costs, wanted, HostedPipeline.of(config, mesh)).micro_groups(assignment),
+        groups=Grouping(members, costs, wanted, HostedPipeline.of(config, mesh)).micro_groups(assignment),
     )
 
 
