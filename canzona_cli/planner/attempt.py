@@ -167,25 +167,25 @@ class Attempt:
         if default is None or not (self._resizes and self._several_owners and exposure.reductions.rings):
             return {}
         if exposure not in self._outlined:
-            updates_s = dict(enumerate(self._bounds))
+            update_s = max(self._bounds)
             self._outlined[exposure] = {
-                limit: exposure.estimate(self._outline(limit), self._members, updates_s)
+                limit: exposure.estimate(self._outline(limit), self._members, update_s)
                 for limit in bucket_limits(default)
             }
         return self._outlined[exposure]
 
-    def _outline(self, limit: int) -> list[list[Outline]]:
-        """Returns the buckets of every stage if they are closed at `limit` elements. Of the experts, only
+    def _outline(self, limit: int) -> list[Outline]:
+        """Returns the buckets of the first stage if they are closed at `limit` elements. Of the experts, only
         those of the first expert-parallel rank are included."""
-        outlines: list[list[Outline]] = [[] for _ in range(self._layout.pp)]
+        outlines: list[Outline] = []
         for pool in typical_pools(self._members):
-            for bucket in pool_buckets(self._members, pool, self._layout, limit):
+            for bucket in pool_buckets(self._members, pool, self._layout, limit) if pool.stage == 0 else ():
                 parts = [part.elements for parameter in bucket for part in parameter.parts]
                 matrices = tuple(index for parameter in bucket for index in parameter.matrices)
                 outline = Outline(
                     elements=sum(parts), largest=max(parts), matrices=matrices, experts=pool.expert_rank is not None
                 )
-                outlines[pool.stage].append(outline)
+                outlines.append(outline)
         return outlines
 
     def _balanced(self, limit: int | None) -> Assignment:
@@ -240,10 +240,10 @@ class Attempt:
         """Completes an assignment with buckets, which are reduced and gathered in the ways that add the
         fewest seconds to an iteration."""
         alternatives = self._alternatives(assignment, limit, exposure)
-        updates_s = self._grouping.slowest_owner_seconds(assignment)
+        update_s = self._grouping.slowest_owner_seconds(assignment)
         chunks = [exposure.chunks(alternative, self._members) for alternative in alternatives]
-        reducing_s = [exposure.reduction_seconds(chunks_of_stages) for chunks_of_stages in chunks]
-        gathering_s = [exposure.gathering_seconds(chunks_of_stages, updates_s) for chunks_of_stages in chunks]
+        reducing_s = [exposure.reduction_seconds(of_alternative) for of_alternative in chunks]
+        gathering_s = [exposure.gathering_seconds(of_alternative, update_s) for of_alternative in chunks]
         reduced = _first_fastest(reducing_s)
         gathered = _first_fastest(gathering_s)
         chosen = tuple(

@@ -8,7 +8,7 @@ also bounds the bytes that a rank sends, because a rank sends 1 / tp of each mat
 """
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
 from canzona_cli.errors import ConfigError, Problem
@@ -92,12 +92,9 @@ class Grouping:
             for index, group in enumerate(groups)
         )
 
-    def slowest_owner_seconds(self, assignment: Assignment) -> dict[int, float]:
-        """Returns the update seconds of each stage's slowest owner, as computed by `pipeline.Clock`."""
-        slowest: dict[int, float] = defaultdict(float)
-        for stage, _, seconds, _ in self._find_all(assignment):
-            slowest[stage] = max(slowest[stage], seconds)
-        return slowest
+    def slowest_owner_seconds(self, assignment: Assignment) -> float:
+        """Returns the update seconds of the slowest owner of all stages, as computed by `pipeline.Clock`."""
+        return max(seconds for _, _, seconds, _ in self._find_all(assignment))
 
     def _find_all(self, assignment: Assignment) -> Iterator[tuple[int, int, float, list[Group]]]:
         """Yields each stage and owner, with the owner's update seconds and its groups."""
