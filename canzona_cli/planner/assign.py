@@ -10,7 +10,7 @@
     owner: data-parallel rank; gradients are reduced to its row
 
 Owners and hosts are balanced together, because a matrix cannot be divided. First every unit gets an owner
-(`Owners`: balanced by compute, by a blend of compute and bytes, or in natural order), then an owner's
+(`Owners`: balanced, or in natural order), then an owner's
 matrices are packed onto its hosts. The result depends only on the arguments, so every rank computes the same.
 
 Experts that are divided among ranks can only be updated by the ranks that store them; `planner.joint`
@@ -20,24 +20,20 @@ balances them together with all other matrices.
 import heapq
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import groupby, product
+from itertools import groupby
 from types import MappingProxyType
 
 from canzona_cli.config.schema import Mesh
 from canzona_cli.costs.sharing import HOSTED, SharedCost, SharedCosts
 from canzona_cli.errors import DoesNotFit, Problem
 from canzona_cli.model.matrices import Matrix
-from canzona_cli.planner.buckets import Part, Pool, pool_buckets, pools
+from canzona_cli.planner.buckets import Pool, pool_buckets, pools
 from canzona_cli.planner.joint import balance_together
 from canzona_cli.planner.packing import pack
 from canzona_cli.planner.paper import balanced_cuts, even_start, greedy_hosts
 from canzona_cli.planner.plan import Assignment, Cell, PlanSettings
 from canzona_cli.planner.problem import Owners, Placement, PoolProblem
 from canzona_cli.planner.seats import spread_bytes
-
-BLENDS = (0.0, 0.25, 0.5, 0.75)
-"""The weights of compute relative to bytes that are tried in addition to compute alone: for every alpha with
-layout contiguous, and for alpha < 1 with layout owner."""
 
 
 def assign(
@@ -53,18 +49,11 @@ def assign(
 ) -> Assignment:
     """Returns the owner and host of every matrix, for the strategies that have a plan.
 
-    - canzona, layout owner: `_balance`, or `balance_together` if experts are divided among ranks; layout
-      contiguous: the best of several cuts in natural order;
+    - canzona: `_balance`, or `balance_together` if experts are divided among ranks;
     - paper: one cut in natural order, by alpha, and greedy hosts (`planner.paper`);
     - asc: the stage's buffer is divided evenly, and a unit belongs to the owner in whose share it starts. (If
       each bucket were divided, the first ranks would get every remainder.) Hosts are assigned round-robin in
       registration order. Nothing is balanced.
-
-    If there are several candidates (layout contiguous, or canzona with alpha < 1), the candidate with the
-    lowest score is returned: alpha * (busiest cell / lower bound) + (1 - alpha) * (bytes of every bucket's
-    busiest owner / their lower bound). Both terms are computed from the final cells, and candidates that
-    exceed `memory_cap` are dropped. Candidates do not depend on alpha, so a larger alpha never makes the
-    busiest cell busier, and a smaller alpha never makes bytes less even.
 
     Args:
         costs: the seconds of each matrix's update, positive; with strategy paper, the elements of the matrix.
@@ -109,7 +98,7 @@ def _solve(
     memory_cap: int | None,
     bytes_per_element: int,
 ) -> Placement:
-    """Returns the best assignment of a stage.
+    """Returns the assignment of a stage.
 
     Args:
         stage: the problem of the matrices that all ranks of the stage store.
@@ -118,37 +107,18 @@ def _solve(
     Raises:
         DoesNotFit: no assignment within `memory_cap` was found.
     """
-
-    def fits(candidate: Placement) -> bool:
-        return memory_cap is None or candidate.fullest <= memory_cap
-
-    def place(choose_owners: Callable[[PoolProblem], Owners]) -> Placement:
-        """Chooses owners with a heuristic, and then a host for each matrix of these owners."""
-        cells, shared = _choose_hosts(stage, settings, choose_owners(stage), bytes_per_element)
-        return Placement(problem=stage, cells={**cells, **_cells_of_experts(experts, choose_owners)}, shared=shared)
-
+    choose_owners: Callable[[PoolProblem], Owners] = _balance
     if settings.strategy == "asc":
-        heuristics: list[Callable[[PoolProblem], Owners]] = [_cut_evenly]
+        choose_owners = _cut_evenly
     elif settings.strategy == "paper":
-        heuristics = [partial(_cut, alpha=settings.alpha, by_cost=True)]
-    elif settings.layout == "contiguous":
-        cuts = product((True, False), (*BLENDS, 1.0))
-        heuristics = [partial(_cut, alpha=alpha, by_cost=by_cost) for by_cost, alpha in cuts]
-    elif experts:
-        heuristics = []
-    else:
-        heuristics = [_balance]
-    candidates = [candidate for candidate in map(place, heuristics) if fits(candidate)]
-    if not candidates:
-        candidates = [_place_within(stage, experts, settings, memory_cap)]
-    if settings.strategy == "canzona" and settings.layout != "contiguous" and settings.alpha < 1:
-        # The first candidate, balanced for compute alone, is the result with alpha = 1. No candidate may have
-        # a less busy cell, because then alpha = 1 would not give the least busy cell.
-        blended = [place(partial(_assign_blended, blend=blend)) for blend in BLENDS]
-        candidates += [
-            candidate for candidate in blended if fits(candidate) and candidate.busiest >= candidates[0].busiest
-        ]
-    return _pick([stage, *experts], settings.alpha, candidates) if len(candidates) > 1 else candidates[0]
+        choose_owners = partial(_cut, alpha=settings.alpha)
+    if settings.strategy != "canzona" or not experts:
+        cells, shared = _choose_hosts(stage, settings, choose_owners(stage), bytes_per_element)
+        cells |= _cells_of_experts(experts, choose_owners)
+        placement = Placement(problem=stage, cells=cells, shared=shared)
+        if memory_cap is None or placement.fullest <= memory_cap:
+            return placement
+    return _place_within(stage, experts, settings, memory_cap)
 
 
 def _cells_of_experts(
@@ -175,9 +145,8 @@ def _cut_evenly(stage: PoolProblem) -> Owners:
 def _place_within(
     stage: PoolProblem, experts: Sequence[PoolProblem], settings: PlanSettings, memory_cap: int | None
 ) -> Placement:
-    """Assigns a stage's matrices within `memory_cap`, without sharing any. Strategy canzona with
-    layout owner assigns stages with experts in this way. Otherwise, it is the last resort if all candidates
-    exceed `memory_cap`.
+    """Assigns a stage's matrices within `memory_cap`, without sharing any. Strategy canzona
+    assigns stages with experts in this way. Otherwise, it is the last resort if `memory_cap` is exceeded.
 
     Raises:
         DoesNotFit: no assignment was found; or `memory_cap` is exceeded with mode shared or strategy paper,
@@ -215,58 +184,14 @@ def _units_to_cells(stage: PoolProblem) -> Owners:
     return {units[item]: dealt[cell] for cell, items in enumerate(packing.bins) for item in items}
 
 
-def _assign_blended(stage: PoolProblem, blend: float) -> Owners:
-    """Assigns units bucket by bucket, largest first, each to the owner with the lowest weighted sum of its
-    compute so far and its bytes of this bucket."""
-    busy_s = [0.0] * stage.owners
-    mean_s = sum(map(stage.cost, stage.units)) / stage.owners
-    owner_of: Owners = {}
-    for parts in sorted(stage.parts, key=lambda parts: -sum(part.elements for part in parts)):
-        mean_size = sum(part.elements for part in parts) / stage.owners
-        sizes = [0] * stage.owners
-        for part in sorted(parts, key=lambda part: (-part.elements, -stage.cost(part.unit))):
-            score = [blend * busy_s[o] / mean_s + (1 - blend) * sizes[o] / mean_size for o in range(stage.owners)]
-            owner = min(range(stage.owners), key=lambda o: (score[o], busy_s[o], o))
-            owner_of[part.unit] = owner
-            sizes[owner] += part.elements
-            busy_s[owner] += stage.cost(part.unit)
-    return owner_of
-
-
-def _cut(stage: PoolProblem, alpha: float, *, by_cost: bool) -> Owners:
-    """Cuts buckets between owners in natural order, balanced by cost or by elements.
-
-    Args:
-        alpha: the weight of the total over buckets, see `balanced_cuts`.
-    """
-
-    def weight(part: Part) -> float:
-        return stage.cost(part.unit) if by_cost else float(part.elements)
-
-    weights = [[weight(part) for part in parts] for parts in stage.parts]
+def _cut(stage: PoolProblem, alpha: float) -> Owners:
+    """Cuts buckets between owners in natural order, balanced by cost (`balanced_cuts`)."""
+    weights = [[stage.cost(part.unit) for part in parts] for parts in stage.parts]
     return {
         part.unit: owner
         for parts, owners in zip(stage.parts, balanced_cuts(weights, stage.owners, alpha), strict=True)
         for part, owner in zip(parts, owners, strict=True)
     }
-
-
-def _pick(problems: Sequence[PoolProblem], alpha: float, candidates: Sequence[Placement]) -> Placement:
-    """Returns the candidate with the lowest score, see `assign`.
-
-    Args:
-        problems: the problem of the stage, followed by the problems of its experts.
-    """
-    least = sum(problem.least_communication() for problem in problems)
-
-    def score(candidate: Placement) -> tuple[float, float]:
-        compute = candidate.busiest / problems[0].bound
-        communication = sum(problem.communication(candidate) for problem in problems) / least
-        # Ties are broken by the sum of both terms: otherwise, with alpha = 1, bytes could be needlessly
-        # uneven.
-        return alpha * compute + (1 - alpha) * communication, compute + communication
-
-    return min(candidates, key=score)
 
 
 def _choose_hosts(
@@ -281,7 +206,7 @@ def _choose_hosts(
             continue
         if settings.strategy == "asc":
             hosts: Sequence[int] = [position % stage.tp for position in range(len(indices))]
-        elif settings.grouping == "greedy" and not stage.shared_costs:
+        elif settings.strategy == "paper":
             hosts = greedy_hosts(stage.matrices, indices, stage.tp, settings.capacity(bytes_per_element))
         else:
             row = stage.packer.row(indices)

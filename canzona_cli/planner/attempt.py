@@ -126,19 +126,18 @@ class Attempt:
     @property
     def _by_owner(self) -> bool:
         """True if there are several owners, and buckets are laid out by owner."""
-        settings = self._settings
-        return settings.strategy == "canzona" and settings.layout == "owner" and self._several_owners
+        return self._settings.strategy == "canzona" and self._several_owners
 
     def _best(self, exposure: Exposure) -> Candidate:
         """Returns the first candidate that is as fast as the fastest, up to `ALIKE`.
 
         Candidates are, in this order: the balanced assignment with renumbered owners, and owners in natural
         order in buckets of the default size. The last is left out with a memory cap or mode shared. If
-        buckets are not laid out by owner, or alpha is below 1, only the assignment itself is a candidate.
+        buckets are not laid out by owner, only the assignment itself is a candidate.
         """
         limit = self._limit(exposure)
         assignment = self._shared_where_faster(self._balanced(limit), limit, exposure)
-        if not self._by_owner or self._settings.alpha < 1:
+        if not self._by_owner:
             return self._candidate(assignment, limit, exposure)
         members, layout = self._members, self._layout
         candidates = [self._candidate(renumber_owners(members, assignment, layout, limit), limit, exposure)]
@@ -152,8 +151,7 @@ class Attempt:
         """Returns the number of elements at which buckets of the first stage are closed.
 
         If the planner may choose the size, it is the multiple of Megatron's default that is fastest by an
-        estimate that needs no owners. The size does not depend on alpha, so that plans with different alpha
-        have the same buckets.
+        estimate that needs no owners.
         """
         estimates_s = self.outlined_seconds(exposure)
         if not estimates_s:

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.matrices import Matrix
-from canzona_cli.planner.paper import largest_first, paper_groups
+from canzona_cli.planner.paper import paper_groups
 from canzona_cli.planner.pipeline import HostedPipeline, Job
 from canzona_cli.planner.plan import Assignment, MicroGroup, PlanSettings
 
@@ -75,10 +75,9 @@ class Grouping:
     def micro_groups(self, assignment: Assignment) -> tuple[MicroGroup, ...]:
         """Returns the micro-groups of every owner in order of execution.
 
-        - grouping greedy: the paper's groups, see `paper.paper_groups`. `assign` has chosen the hosts in the
-          same way, unless a memory cap or sharing led to others;
-        - grouping auto: every host's costliest matrix, so that hosts start computing soon; then groups of at most
-          C_max or, if it is not set, `LARGEST` times the largest matrix.
+        - strategy paper: see `paper.paper_groups`. `assign` has chosen the hosts in the same way;
+        - otherwise every host's costliest matrix, so that hosts start computing soon; then groups of at most C_max
+          or, if it is not set, `LARGEST` times the largest matrix.
 
         With tp = 1 nothing is exchanged, and every owner has one group.
 
@@ -156,25 +155,21 @@ def _find_groups(jobs: Sequence[Job], settings: PlanSettings, pipeline: HostedPi
     capacity, tp = settings.capacity(pipeline.element_bytes), pipeline.tp
     if tp == 1 or not jobs:
         return [list(jobs)] if jobs else []
-    if settings.grouping == "auto":
-        order = _rounds(jobs, tp)
-        first = len({job.host for job in order})
-        limit = capacity or LARGEST * max(job.received for job in jobs)
-        return [group for group in (order[:first], *_cut(order[first:], tp, limit)) if group]
-    chosen = paper_groups(jobs, tp, capacity)
-    # If a memory cap or sharing led to hosts other than the greedy choice, the groups are cut for these.
-    hosts = {job.matrix.index: job.host for group in chosen for job in group}
-    same = hosts == {job.matrix.index: job.host for job in jobs}
-    return chosen if same else _cut(largest_first(jobs), tp, capacity)
+    if settings.strategy == "paper":
+        return paper_groups(jobs, tp, capacity)
+    order = _rounds(jobs, tp)
+    first = len({job.host for job in order})
+    limit = capacity or LARGEST * max(job.received for job in jobs)
+    return [group for group in (order[:first], *_cut(order[first:], tp, limit)) if group]
 
 
-def _cut(jobs: Iterable[Job], tp: int, capacity: int | None) -> list[list[Job]]:
+def _cut(jobs: Iterable[Job], tp: int, capacity: int) -> list[list[Job]]:
     """Cuts jobs into consecutive groups. A group is closed before the job that would take a host above
     `capacity`."""
     groups: list[list[Job]] = [[]]
     hosted = [0] * tp
     for job in jobs:
-        if capacity is not None and groups[-1] and hosted[job.host] + job.received > capacity:
+        if groups[-1] and hosted[job.host] + job.received > capacity:
             groups.append([])
             hosted = [0] * tp
         groups[-1].append(job)

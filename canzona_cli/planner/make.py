@@ -85,11 +85,9 @@ def settings(config: RunConfig) -> PlanSettings:
     engine = config.engine
     requested = PlanSettings(
         strategy=engine.strategy if engine.strategy in PLANNED else "canzona",
-        layout=engine.layout,
         splitting=engine.splitting,
-        alpha=engine.alpha,
+        alpha=engine.alpha if engine.strategy == "paper" else 1.0,
         c_max_bytes=None if engine.c_max_mib is None else int(engine.c_max_mib * (1 << 20)),
-        grouping=engine.grouping,
         reduction=engine.reduction,
         exchange_dtype=engine.exchange_dtype,
         mode=engine.mode,

@@ -13,9 +13,7 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from canzona_cli.config.schema import (
-    BufferLayout,
     Gathering,
-    Grouping,
     Mesh,
     Mode,
     Precision,
@@ -152,13 +150,12 @@ class PlanSettings:
     """The planner's settings."""
 
     strategy: Strategy
-    layout: BufferLayout = "owner"
     splitting: Splitting = "split"
     alpha: float = 1.0
+    """The weight of the total over buckets in the paper's cuts; 1 for other strategies."""
     c_max_bytes: int | None = None
     """C_max, the largest number of bytes that a host receives in one fused exchange; None if the planner
     chooses it."""
-    grouping: Grouping = "auto"
     reduction: Reduction | None = None
     """The way in which all buckets are reduced; None if the planner chooses a way for each bucket."""
     exchange_dtype: Precision = "fp32"

@@ -1,6 +1,5 @@
 """The problem of assigning the matrices of a pipeline stage to cells, and a solution."""
 
-from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
@@ -83,23 +82,6 @@ class PoolProblem:
         for unit, owner in owners.items():
             by_owner[owner] += self.units[unit]
         return [sorted(matrices) for matrices in by_owner]
-
-    def communication(self, placement: "Placement") -> float:
-        """Measures the time to communicate the pool's buckets, in elements: adds up the elements of each
-        bucket's fullest owner."""
-        total = 0
-        for parts in self.parts:
-            elements: Counter[int] = Counter()
-            for part in parts:
-                index = part.matrices[0]  # all matrices of a part have the same owner
-                elements[placement.cells[index].reducing_rank(self.matrices[index], self.mesh)] += part.elements
-            total += max(elements.values())
-        return float(total)
-
-    def least_communication(self) -> float:
-        """Returns a lower bound on `communication` for every assignment."""
-        buckets = [[part.elements for part in parts] for parts in self.parts]
-        return sum(max(sum(sizes) / self.owners, max(sizes)) for sizes in buckets)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -113,7 +113,8 @@ class PlanView(Page):
         yield "matrices", self._matrices()
         if updates := self._updates():
             yield "updates", updates
-        order = f"{settings.layout} layout, alpha {settings.alpha:g}" if settings.strategy != "asc" else "in order"
+        orders: dict[str, str] = {"asc": "in order", "paper": f"in order, alpha {settings.alpha:g}"}
+        order = orders.get(settings.strategy, "by owner")
         grid = f"{plural(mesh.owners, 'owner')} × {plural(mesh.tp, 'host')}"
         shared_count = len(plan.assignment.shared_costs)
         shared = f"; {shared_count:,} matrices shared by TP groups" if shared_count else ""
@@ -122,7 +123,7 @@ class PlanView(Page):
         yield "assignment", f"{settings.strategy}: {order}; grid of {grid}{shared}"
         yield from self._update_rows()
         group_elements = (sum(plan.matrices[index].elements for index in group.matrices) for group in plan.groups)
-        groups = f"{plural(len(plan.groups), 'micro-group')} ({settings.grouping})"
+        groups = f"{plural(len(plan.groups), 'micro-group')}"
         padding = f"{len(plan.buckets)}, {100 * communication.padding_fraction:.1f}% padding"
         yield "buckets", f"{padding}; {groups}, up to {count(max(group_elements, default=0))} elements each"
         reduced = f"{traffic(communication.dp_reduce_bytes)} of gradients reduced"
@@ -328,13 +329,10 @@ def variants(study: Study, screen: Screen) -> Iterator[RenderableType]:
     """Yields a table that compares plans of the same run with other values of a setting."""
     yield section_head("Alternatives", f" to this plan, strategy {study.strategy}")
     heads = ("balance", "bound", "bytes", "padding", "optimizer", "iteration", "GiB")
-    planned = (f"alpha {study.config.engine.alpha:g}", getattr(study.config.optimizer, "form", ""))
-    names = [variant.name + " *" * (variant.name in planned) for variant in study.variants]
+    planned = getattr(study.config.optimizer, "form", "")
+    names = [variant.name + " *" * (variant.name == planned) for variant in study.variants]
     yield rows_table(heads, zip(names, map(_variant_cells, study.variants), strict=True))
     yield note("*: this plan; balance: update time of the slowest rank over the mean; bytes: peak over mean per owner")
-    if names[0].startswith("alpha"):
-        default = "1, the default, because transfers mostly overlap with computation"
-        yield note(f"alpha: from even update times only ({default}) to even bytes only (0)")
 
 
 def _variant_cells(variant: Variant) -> tuple[str, ...]:

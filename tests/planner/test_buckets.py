@@ -1,7 +1,5 @@
 """Buckets hold every fragment once, aligned, by owner in as few ranges as there are owners."""
 
-from typing import get_args
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +7,7 @@ from hypothesis import strategies as st
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from canzona_cli.config.schema import BufferLayout, Layout
+from canzona_cli.config.schema import Layout, Strategy
 from canzona_cli.costs.buffers import bucket_elements
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.model.matrices import matrices as matrices_of
@@ -24,12 +22,12 @@ from tests.sizes import H100, layout, model, run
 LIMITS = st.sampled_from([None, 20_000, 100_000])
 
 
-@given(matrices=models(4, 16, 64), mesh=grids(9), layout=st.sampled_from(get_args(BufferLayout)), bucket=LIMITS)
+@given(matrices=models(4, 16, 64), mesh=grids(9), strategy=st.sampled_from(["canzona", "paper"]), bucket=LIMITS)
 @settings(max_examples=80, deadline=None)
 def test_ranges_cover_every_fragment_once(
-    matrices: tuple[Matrix, ...], mesh: Layout, layout: BufferLayout, bucket: int | None
+    matrices: tuple[Matrix, ...], mesh: Layout, strategy: Strategy, bucket: int | None
 ) -> None:
-    plan = PlanSettings(strategy="canzona", layout=layout)
+    plan = PlanSettings(strategy=strategy)
     found = assign(matrices, newton_schulz(matrices), mesh, plan, bucket_elements=bucket)
     laid_out = buckets(matrices, found, mesh, plan, bucket)
     held = [index for one in laid_out for part in one.ranges for index in part.matrices]
@@ -111,7 +109,7 @@ def test_later_stages_have_one_bucket() -> None:
     assert sum(one.stage == 1 for one in laid_out) == 1
 
 
-PLAN = PlanSettings(strategy="canzona", layout="owner")
+PLAN = PlanSettings(strategy="canzona")
 
 
 @given(

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from canzona_cli.cluster.possible import fill
-from canzona_cli.config.schema import BufferLayout, Layout, RunConfig, Splitting
+from canzona_cli.config.schema import Layout, RunConfig, Splitting
 from canzona_cli.costs.buffers import stage_weights
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.model.matrices import matrices as matrices_of
@@ -88,15 +88,14 @@ def test_experts_are_whole_on_the_ranks_that_hold_them(splitting: Splitting) -> 
 @given(
     mesh=layouts(),
     strategy=st.sampled_from(["canzona", "paper", "asc"]),
-    kind=st.sampled_from(get_args(BufferLayout)),
     alpha=st.sampled_from([0.5, 1.0]),
     splitting=st.sampled_from(["split", "fused"]),
 )
 @settings(max_examples=25, deadline=None)
 def test_plans_are_complete_and_only_holders_update_an_expert(
-    mesh: Layout, strategy: str, kind: BufferLayout, alpha: float, splitting: Splitting
+    mesh: Layout, strategy: str, alpha: float, splitting: Splitting
 ) -> None:
-    config = experts(mesh, strategy=strategy, layout=kind, alpha=alpha, splitting=splitting)
+    config = experts(mesh, strategy=strategy, alpha=alpha, splitting=splitting)
     plan = make_plan(config, mesh)
     for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True):
         assert 0 <= cell.owner < mesh.owners

@@ -94,9 +94,9 @@ def test_exchange_is_every_fragment_that_is_not_on_its_host(splitting: str, widt
     assert sum(exchange_sent(config, plan)) == wanted
 
 
-@pytest.mark.parametrize("layout_name", ["owner", "contiguous"])
-def test_memory_adds_up_and_agrees_with_the_estimate_that_chose_the_layout(layout_name: str) -> None:
-    config, layout, plan = planned("8b", 64, tp=4, layout=layout_name)
+@pytest.mark.parametrize("strategy", ["canzona", "paper"])
+def test_memory_adds_up_and_agrees_with_the_estimate_that_chose_the_layout(strategy: str) -> None:
+    config, layout, plan = planned("8b", 64, tp=4, strategy=strategy)
     memory = plan_memory(config, layout, plan)
     assert memory.total == sum(memory.parts.values())
     stored = memory.parts["weights"] // 2
