@@ -61,8 +61,7 @@ def assign(
         bucket_elements: the size at which Megatron closes a bucket of the first stage; None for one bucket
             per model chunk.
         bytes_per_element: the bytes of an element in an exchange; only greedy hosts depend on it.
-        shared_costs: the costs of the matrices that may be shared, by index. If `settings.mode` is shared,
-            all these matrices are shared; otherwise as many as make the busiest cell least busy.
+        shared_costs: the costs of the matrices that are shared, by index.
 
     Raises:
         DoesNotFit: no assignment within `memory_cap` was found.
@@ -76,7 +75,6 @@ def assign(
             matrices=matrices,
             costs=costs,
             shared_costs=shared_costs,
-            all_shared=settings.mode == "shared",
             buckets=pool_buckets(matrices, pool, layout, bucket_elements),
             mesh=layout,
         )
@@ -209,9 +207,8 @@ def _choose_hosts(
         elif settings.strategy == "paper":
             hosts = greedy_hosts(stage.matrices, indices, stage.tp, settings.capacity(bytes_per_element))
         else:
-            row = stage.packer.row(indices)
-            hosts = row.hosts
-            shared.update(index for index, together in zip(indices, row.shared, strict=True) if together)
+            hosts = stage.packer.hosts(indices)
+            shared.update(stage.shared_costs.keys() & set(indices))
         for index, host in zip(indices, hosts, strict=True):
             cells[index] = Cell(owner=owner, host=host)
     return cells, shared

@@ -196,6 +196,8 @@ class Attempt:
         if self._settings.mode != "auto" or not self._possible or not self._leaves_idle(hosted):
             return hosted
         shared = self._assign(self._settings, limit, shared=True)
+        if all(one.owner == other.owner for one, other in zip(hosted.cells, shared.cells, strict=True)):
+            shared = self._grouping.faster_owners(hosted, shared)
         # The buckets of the two assignments hardly differ.
         chunks = exposure.chunks(self._alternatives(hosted, limit, exposure)[0], self._members)
         shared_s, hosted_s = (

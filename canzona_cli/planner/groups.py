@@ -10,7 +10,9 @@ also bounds the bytes that a rank sends, because a rank sends 1 / tp of each mat
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
+from canzona_cli.costs.sharing import SharedCost
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.paper import paper_groups
@@ -125,6 +127,19 @@ class Grouping:
             self._cache[key] = seconds, positions
         seconds, positions = self._cache[key]
         return seconds, [tuple(jobs[position].matrix.index for position in group) for group in positions]
+
+    def faster_owners(self, hosted: Assignment, shared: Assignment) -> Assignment:
+        """Returns an assignment in which every owner updates its matrices as in the faster of two assignments with
+        the same owners."""
+        cells, shared_costs = list(hosted.cells), dict[int, SharedCost]()
+        of_hosted = held_jobs(self._matrices, self._costs, hosted)
+        for key, jobs in held_jobs(self._matrices, self._costs, shared).items():
+            if self.find(jobs)[0] < self.find(of_hosted[key])[0]:
+                for job in jobs:
+                    cells[job.matrix.index] = shared.cells[job.matrix.index]
+                    if job.shared_cost is not None:
+                        shared_costs[job.matrix.index] = job.shared_cost
+        return Assignment(cells=tuple(cells), shared_costs=MappingProxyType(dict(sorted(shared_costs.items()))))
 
 
 def check_capacity(matrices: Sequence[Matrix], tp: int, settings: PlanSettings, bytes_per_element: int) -> None:

@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from canzona_cli.costs.sharing import HOSTED, SharedCost, SharedCosts
+from canzona_cli.costs.sharing import HOSTED, SharedCosts
 from canzona_cli.planner.bounds import packing_bound, simple_bound
 
 CLOSE_ENOUGH = 1e-3
@@ -210,57 +210,25 @@ class _Filler:
         return False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """The hosts of one owner's matrices: one row of the grid."""
-
-    hosts: tuple[int, ...]
-    """The TP rank of each matrix."""
-    shared: tuple[bool, ...]
-    """True for each matrix that is shared."""
-    height: float
-    """The seconds of the busiest host."""
-
-
 class HostPacker:
-    """The packer that chooses the hosts of an owner's matrices, and whether they are shared. Owners with the same
-    costs are packed only once.
+    """The packer that chooses the hosts of an owner's matrices. Owners with the same costs are packed only once.
 
     Args:
         costs: the cost of each matrix if one host updates it.
-        shared_costs: the costs of the matrices that may be shared, by index.
-        all_shared: True to share all these matrices; False to share all or none, whichever gives the better balance.
+        shared_costs: the costs of the matrices that are shared, by index; these have host 0.
     """
 
-    def __init__(
-        self, costs: Sequence[float], tp: int, shared_costs: SharedCosts = HOSTED, *, all_shared: bool = False
-    ) -> None:
-        self._costs, self._tp = costs, tp
-        self._shared_costs, self._all_shared = shared_costs, all_shared
-        self._cache: dict[tuple[tuple[float, SharedCost | None], ...], Row] = {}
+    def __init__(self, costs: Sequence[float], tp: int, shared_costs: SharedCosts = HOSTED) -> None:
+        self._costs, self._tp, self._shared_costs = costs, tp, shared_costs
+        self._cache: dict[tuple[float, ...], tuple[int, ...]] = {}
 
-    def row(self, matrices: Sequence[int]) -> Row:
-        """Returns the row with the lowest height for an owner.
-
-        Args:
-            matrices: the indices of the owner's matrices; the row's entries are in this order.
-        """
-        items = tuple((self._costs[index], self._shared_costs.get(index)) for index in matrices)
-        if items not in self._cache:
-            rows = [self._row(items, shares=True)]
-            if not self._all_shared and any(cost is not None for _, cost in items):
-                rows.insert(0, self._row(items, shares=False))
-            self._cache[items] = min(rows, key=lambda row: row.height)
-        return self._cache[items]
-
-    def _row(self, items: Sequence[tuple[float, SharedCost | None]], *, shares: bool) -> Row:
-        """Packs matrices onto hosts, except those that are shared: none, or all that may be."""
-        shared = [cost is not None and shares for _, cost in items]
-        hosted = [place for place in range(len(items)) if not shared[place]]
-        packing = pack([items[place][0] for place in hosted], self._tp) if hosted else None
-        hosts = [0] * len(items)
-        for host, members in enumerate(packing.bins if packing else ()):
-            for item in members:
-                hosts[hosted[item]] = host
-        shared_s = sum(cost.each for (_, cost), is_shared in zip(items, shared, strict=True) if cost and is_shared)
-        return Row(hosts=tuple(hosts), shared=tuple(shared), height=shared_s + (packing.height if packing else 0.0))
+    def hosts(self, matrices: Sequence[int]) -> list[int]:
+        """Returns the host of each of an owner's matrices, which are given by index."""
+        hosted = [index for index in matrices if index not in self._shared_costs]
+        costs = tuple(self._costs[index] for index in hosted)
+        if costs not in self._cache:
+            bins = pack(costs, self._tp).bins if costs else ()
+            host_of = {item: host for host, items in enumerate(bins) for item in items}
+            self._cache[costs] = tuple(host_of[item] for item in range(len(costs)))
+        host_of_matrix = dict(zip(hosted, self._cache[costs], strict=True))
+        return [host_of_matrix.get(index, 0) for index in matrices]

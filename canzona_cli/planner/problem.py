@@ -27,9 +27,7 @@ class PoolProblem:
     costs: Sequence[float]
     """The seconds that a host takes to update each matrix alone; with strategy paper, its elements."""
     shared_costs: SharedCosts
-    """The costs of the matrices that may be shared, by index."""
-    all_shared: bool
-    """True if all matrices in `shared_costs` must be shared."""
+    """The costs of the matrices that are shared, by index."""
     buckets: Sequence[Sequence[Parameter]]
     mesh: Mesh
 
@@ -61,7 +59,7 @@ class PoolProblem:
 
     @cached_property
     def packer(self) -> HostPacker:
-        return HostPacker(self.costs, self.tp, self.shared_costs, all_shared=self.all_shared)
+        return HostPacker(self.costs, self.tp, self.shared_costs)
 
     @cached_property
     def kinds(self) -> dict[int, Hashable]:
