@@ -5,7 +5,6 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -23,9 +22,7 @@ from canzona_cli.planner.make import make_plan
 from canzona_cli.planner.measures import balance
 from canzona_cli.planner.memory import plan_memory
 from canzona_cli.planner.plan import Cell, Plan, PlanSettings
-from canzona_cli.planner.plan_file import read_plan
 from tests.planner.planning import newton_schulz
-from tests.refusals import refused
 from tests.sizes import layout, run
 
 CANZONA = PlanSettings(strategy="canzona")
@@ -233,37 +230,6 @@ def test_a_plan_with_an_expert_elsewhere_is_refused() -> None:
     wrong = replace(plan, assignment=replace(plan.assignment, cells=tuple(cells)))
     with pytest.raises(ValueError, match="which does not store it"):
         Plan.from_content(json.loads(wrong.to_json()))
-
-
-def test_a_file_has_one_entry_for_the_experts_of_a_layer_and_longer_files_are_read_too(tmp_path: Path) -> None:
-    mesh = replace(layout(dp=4), ep=2)
-    plan = make_plan(experts(mesh), mesh)
-    text = plan.to_json()
-    names = [entry["name"] for entry in json.loads(text)["matrices"]]
-    assert [name for name in names if "layers.3." in name] == [
-        *(f"layers.3.{kind}" for kind in ("proj", "q", "k", "v")),
-        *(f"layers.3.experts.*.{kind}" for kind in ("gate", "up", "down")),
-    ]
-    long = json.dumps({"hash": plan.hash, **plan.content()})
-    for number, each in enumerate((text, long)):
-        path = tmp_path / f"{number}.json"
-        path.write_text(each)
-        assert read_plan(path) == plan
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "reason"),
-    [("count", 7, "7 values"), ("each", [], "without `count`"), ("count", None, "without `count`")],
-)
-def test_a_damaged_entry_of_experts_is_refused(field: str, value: object, reason: str, tmp_path: Path) -> None:
-    mesh = replace(layout(dp=4), ep=2)
-    content = json.loads(make_plan(experts(mesh), mesh).to_json())
-    next(entry for entry in content["matrices"] if "each" in entry)[field] = value
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps(content))
-    (problem,) = refused(read_plan, path)
-    assert problem.reason.startswith("is damaged")
-    assert reason in problem.reason
 
 
 def test_balance_is_over_the_ranks_of_all_stages() -> None:

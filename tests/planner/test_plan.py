@@ -190,7 +190,7 @@ def test_another_version_is_refused(planned: Planned, written: Path) -> None:
     content = json.loads(written.read_text())
     content["version"] = 99
     written.write_text(json.dumps(content))
-    assert "version 99, but this canzona reads version 9" in refusal(written, *planned[:2])
+    assert "version 99, but this canzona reads version 10" in refusal(written, *planned[:2])
 
 
 @pytest.mark.parametrize(
