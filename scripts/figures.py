@@ -258,8 +258,7 @@ def sizes_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
 
 
 def arithmetics_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
-    """Makes the table of 32B in the default layout with three kinds of arithmetic: as shipped, with all fast paths
-    verified, and with them and perfect kernels for symmetric products."""
+    """Makes the table of 32B in the default layout as shipped, and with all fast paths verified."""
     rows = []
     for count in gpus:
         fitting = run(MODEL, count, ())
@@ -267,11 +266,7 @@ def arithmetics_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
             continue
         config, layout = fitting
         verified = replace(config.cluster, verified=get_args(FastPath))
-        variants = (
-            config,
-            replace(config, cluster=verified),
-            replace(config, cluster=replace(verified, symmetric_factor=0.5)),
-        )
+        variants = (config, replace(config, cluster=verified))
         cells = []
         for variant in variants:
             result = simulate_plan(variant, layout, make_plan(variant, layout))
@@ -279,7 +274,7 @@ def arithmetics_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
         rows.append([f"{count:,}", words(layout), *cells])
     return Table(
         caption=f"The optimizer step, computed with `recipe={MODEL} gpus=GPUS`, in the default's layout:",
-        columns=("GPUs", "layout", "as shipped", "once verified", "and `cluster.symmetric_factor=0.5`"),
+        columns=("GPUs", "layout", "as shipped", "once verified"),
         rows=rows,
     )
 

@@ -16,6 +16,7 @@ REMOVED_SETTINGS: Mapping[str, str] = {
     "train.eval_batches": "use train.eval_sequences: the number of sequences, whatever the batch",
     "engine.layout": "leave it out: engine=paper keeps Megatron's order of buckets, engine=canzona sorts them by owner",
     "engine.grouping": "leave it out: engine=paper has the paper's micro-groups",
+    "cluster.symmetric_factor": "leave it out: symmetric matmuls take as long as general ones of their size",
     "run.log_interval": "leave it out: metrics.jsonl has a line for every step",
 }
 """The fix for each removed setting, by dotted key. None of these settings affected training."""

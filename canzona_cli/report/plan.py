@@ -195,7 +195,7 @@ class PlanView(Page):
 
     def _updates(self) -> str:
         """Describes how each shape is orthogonalised, such as `192 of 25,600 × 5,120: gram, 14.8 ms each;
-        ...; all with plain matmuls; expected RMS error of the singular values: 0.017`; empty for optimizers
+        ...; expected RMS error of the singular values: 0.017`; empty for optimizers
         without orthogonalisation."""
         shapes_updated = kinds(self.study.config, self.study.plan)
         if shapes_updated[0].form is None:
@@ -205,10 +205,9 @@ class PlanView(Page):
             f"{f', in stacks of {kind.together}' if kind.together > 1 else ''}{_shared(kind)}"
             for kind in shapes_updated
         )
-        matmuls = " and ".join(dict.fromkeys(kind.products for kind in shapes_updated))
         error = shapes_updated[0].error
         expected = "" if error is None else f"; expected RMS error of the singular values: {error:g}"
-        return f"{shapes}; all with {matmuls} matmuls{expected}"
+        return f"{shapes}{expected}"
 
     def _file_text(self) -> str:
         plan = self.study.plan
