@@ -217,7 +217,7 @@ def sizes_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
             name = [recipe.removeprefix("qwen3-"), f"{count:,}"]
             studied = study(recipe, count)
             if studied is None:
-                rows.append([*name, "does not fit", *[MISSING] * 9])
+                rows.append([*name, "does not fit", *[MISSING] * 8])
                 continue
             result = studied.planned.result
             pessimistic = study(recipe, count, *PESSIMISTIC)
@@ -234,7 +234,6 @@ def sizes_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
                 milliseconds(result.optimizer_s),
                 f"{studied.balance.grid:.2f} ({studied.balance.lower_bound:.2f})",
                 milliseconds(result.phases["exchange"]),
-                f"{1 + studied.updates.gap:.2f}",
                 predicted_overhead(studied.overhead("canzona")),
                 predicted_overhead(ratios["these"]),
                 predicted_overhead(None if pessimistic is None else pessimistic.overhead("canzona")),
@@ -249,12 +248,11 @@ def sizes_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
     return Table(
         caption="Computed with `recipe=MODEL gpus=GPUS`, with 1 M tokens a step, in the layout that canzona chooses. "
         "Balance is the slowest rank's updates over the mean (in brackets: the lowest possible value). Exchange is the "
-        "part that updates do not hide. The next column has the time of updates and exchanges over the least time of "
-        "any assignment (`planner/least.py`). AdamW has buckets of Megatron's default size in this layout, and at its "
+        "part that updates do not hide. AdamW has buckets of Megatron's default size in this layout, and at its "
         f"best buckets of the size with which it is fastest. The pessimistic rates are {rates}:",
         columns=(
             "model", "GPUs", "layout", "iteration", "optimizer step, ms", "balance", "exchange, ms",
-            "updates over the least", "over AdamW in this layout", "over AdamW at its best",
+            "over AdamW in this layout", "over AdamW at its best",
             "pessimistic: in this layout", "at its best",
         ),
         rows=rows,
@@ -263,8 +261,7 @@ def sizes_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
 
 
 def arithmetics_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
-    """Makes the table of 32B in the default layout with three kinds of arithmetic: as shipped, with all fast paths
-    verified, and with them and perfect kernels for symmetric products."""
+    """Makes the table of 32B in the default layout as shipped, and with all fast paths verified."""
     rows = []
     for count in gpus:
         fitting = run(MODEL, count, ())
@@ -272,11 +269,7 @@ def arithmetics_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
             continue
         config, layout = fitting
         verified = replace(config.cluster, verified=get_args(FastPath))
-        variants = (
-            config,
-            replace(config, cluster=verified),
-            replace(config, cluster=replace(verified, symmetric_factor=0.5)),
-        )
+        variants = (config, replace(config, cluster=verified))
         cells = []
         for variant in variants:
             result = simulate_plan(variant, layout, make_plan(variant, layout))
@@ -284,7 +277,7 @@ def arithmetics_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
         rows.append([f"{count:,}", words(layout), *cells])
     return Table(
         caption=f"The optimizer step, computed with `recipe={MODEL} gpus=GPUS`, in the default's layout:",
-        columns=("GPUs", "layout", "as shipped", "once verified", "and `cluster.symmetric_factor=0.5`"),
+        columns=("GPUs", "layout", "as shipped", "once verified"),
         rows=rows,
     )
 

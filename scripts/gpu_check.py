@@ -61,7 +61,6 @@ PARTS = {
     "train": Part(limit_s=120, needs="demo"),
     "step": Part(limit_s=100),
     "checkpoint": Part(limit_s=75, needs="train"),
-    "ladder": Part(limit_s=90),
     "doubts": Part(limit_s=120),
     "chains": Part(limit_s=60, gpus=2),
     "tp2": Part(limit_s=60, gpus=2, needs="train"),
@@ -219,10 +218,10 @@ def part_called(name: str, seconds: float) -> Callable[[Setup], Outcome]:
         from gpu_parts.updates import updates
 
         return partial(updates, seconds=0.8 * seconds)  # the rest is for start-up and for the last measurement
-    if name in ("gram", "graphs", "fused", "hot", "ladder"):
+    if name in ("gram", "graphs", "fused", "hot"):
         from gpu_parts import alone
 
-        alone_parts: dict[str, Callable[[Setup], Outcome]] = {"hot": alone.hot, "ladder": alone.ladder}
+        alone_parts: dict[str, Callable[[Setup], Outcome]] = {"hot": alone.hot}
         for path in alone.COMPARED:
             alone_parts[path] = partial(alone.fast_path, path=path)
         return alone_parts[name]

@@ -25,10 +25,11 @@ from canzona_cli.model.matrices import matrix_shapes
 from canzona_cli.planner.make import plan_unbounded
 from canzona_cli.planner.measures import balance, communication
 from canzona_cli.planner.memory import plan_memory
-from canzona_cli.simulate.compare import ALPHAS, Study, study_run
+from canzona_cli.simulate.compare import Study, study_run
 from canzona_cli.simulate.predict import simulate_plan
 
 STANDARD = "optimizer.form=standard"
+ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 ROWS: tuple[tuple[str, AnyStrategy], ...] = (
     ("SC", "sc"), ("layer-wise", "layerwise"), ("unbalanced (`asc`)", "asc"), ("the paper's engine", "paper"),
     ("`canzona`", "canzona"),
@@ -212,21 +213,19 @@ def strategy_row(label: str, study: Study, name: str) -> str:
 
 
 def curves(config: RunConfig, layout: Layout, title: Literal["alpha", "C_max"]) -> Iterator[str]:
-    """Yields a table of the paper's engine and of canzona with the paper's buffer layout, by alpha or C_max."""
-    engines = (replace(config.engine, strategy="paper"), replace(config.engine, layout="contiguous"))
+    """Yields a table of the paper's engine by alpha or C_max."""
+    engine = replace(config.engine, strategy="paper")
     if title == "alpha":
-        runs = {f"{alpha:g}": [replace(engine, alpha=alpha) for engine in engines] for alpha in ALPHAS}
+        runs = {f"{alpha:g}": replace(engine, alpha=alpha) for alpha in ALPHAS}
     else:
         matrix_mib = max(map(prod, matrix_shapes(config))) * config.exchange_bytes / 2**20
         sizes = [count * matrix_mib for count in (1, 2, 4, 8)]  # micro-groups of so many of the largest matrices
-        runs = {f"{size:g} MiB": [replace(e, c_max_mib=size) for e in engines] for size in sizes}
-        runs["null"] = list(engines)
+        runs = {f"{size:g} MiB": replace(engine, c_max_mib=size) for size in sizes}
+        runs["null"] = engine
     yield from ("", f"## {title} on {config.gpus} GPUs, with the recipe's batch; theirs: not at hand", "")
-    yield from heads(title, "engine", *HEADINGS[:3], "busiest owner's bytes / even", "micro-groups", "fullest GPU, GiB")
+    yield from heads(title, *HEADINGS[:3], "busiest owner's bytes / even", "micro-groups", "fullest GPU, GiB")
     for value, tried in runs.items():
-        for engine in tried:
-            name = "`paper`" if engine.strategy == "paper" else "`canzona`, contiguous"
-            yield line(value, name, *planned(with_strategy(replace(config, engine=engine), engine.strategy), layout))
+        yield line(value, *planned(with_strategy(replace(config, engine=tried), "paper"), layout))
 
 
 def planned(config: RunConfig, layout: Layout) -> Iterator[str]:

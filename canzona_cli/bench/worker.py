@@ -20,7 +20,6 @@ def sitting_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     from canzona_cli.bench.turns import RunningStrategy, gather_samples, take_turns
     from canzona_cli.config.compose import load_resolved
     from canzona_cli.config.schema import Execution
-    from canzona_cli.engine.kernels import choose_kernels
     from canzona_cli.megatron import parallel
     from canzona_cli.planner.plan_file import read_plan
     from canzona_cli.run.corpus import read_corpus
@@ -39,10 +38,6 @@ def sitting_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
         plan = read_plan(inputs.plan(name)) if config.execution is Execution.PLANNED else None
         trainee = assemble(config, world, plan)
         running[name] = RunningStrategy(trainee=trainee, batches=BatchStream(data, world))
-
-    # Choose the same kernels as training on this machine.
-    ours = next((config for config in configs.values() if config.execution.ours), first_config)
-    choose_kernels(ours, world.device, begin=lambda shape: record.heart.progress())
 
     def on_turn(name: str, loss: float) -> None:
         record.step, record.loss = len(running[name].losses), loss

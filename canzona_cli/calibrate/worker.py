@@ -32,7 +32,7 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     from canzona_cli.calibrate.fast_paths import compare_all
     from canzona_cli.calibrate.timing import Team
     from canzona_cli.config.compose import load_resolved
-    from canzona_cli.engine.kernels import choose_kernels
+    from canzona_cli.engine.build import try_graphs
     from canzona_cli.megatron import parallel
     from canzona_cli.optimizers import cpu_matmuls
     from canzona_cli.training.assemble import join
@@ -88,8 +88,7 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     with part("model"):
         measure_model(all_ranks, shorten(config), world, effort, recorder)
     with part("updates"):
-        # Choose the same kernels as training on this machine.
-        choose_kernels(config, device, begin=lambda shape: record.heart.progress())
+        try_graphs(config, device)
         if workers.member:
             checked = Record(fast_paths=compare_all(device, record.heart.progress))
             recorder.report(checked)

@@ -185,15 +185,10 @@ def torch_cuda() -> Release | None:
 def missing_torch_features() -> list[str]:
     """Lists the optional features that the installed torch does not have, without importing it. Training is
     correct without them."""
-    spec, version = importlib.util.find_spec("torch"), installed_version("torch")
-    if version is None or spec is None or spec.origin is None:
+    version = installed_version("torch")
+    if version is None or Version(version) >= _NCCL2_WAITS:
         return []
-    missing = []
-    if not Path(spec.origin).with_name("_vendor").joinpath("quack").is_dir():
-        missing.append("a copy of QuACK's symmetric matmuls (since torch 2.15; cuBLAS is used instead)")
-    if Version(version) < _NCCL2_WAITS:
-        missing.append("an NCCL backend nccl2 that waits for reductions (since torch 2.15; nccl is used instead)")
-    return missing
+    return ["an NCCL backend nccl2 that waits for reductions (since torch 2.15; nccl is used instead)"]
 
 
 def backend_problem(chosen: str | None) -> Problem | None:

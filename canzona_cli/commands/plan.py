@@ -53,9 +53,7 @@ SHAPES_RECIPE = "qwen3-8b"
 
 
 def plan(
-    overrides: Annotated[
-        list[str] | None, key_values("recipe=qwen3-32b gpus=256 engine.alpha=0.5 engine.layout=contiguous ...")
-    ] = None,
+    overrides: Annotated[list[str] | None, key_values("recipe=qwen3-32b gpus=256 engine.mode=hosted ...")] = None,
     dry_run: Annotated[bool, Option("--dry-run", help="Show the plan without writing it.")] = False,
     json: AsJson = False,
     out: Annotated[
@@ -63,8 +61,8 @@ def plan(
     ] = None,
     html: HtmlFile = None,
     compare: Annotated[
-        Literal["strategies", "alpha", "form"] | None,
-        Option(help="Compare strategies by phase, values of alpha, or Muon's forms, instead of showing the plan."),
+        Literal["strategies", "form"] | None,
+        Option(help="Compare strategies by phase, or Muon's forms, instead of showing the plan."),
     ] = None,
     shapes: Annotated[
         Path | None,

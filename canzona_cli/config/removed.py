@@ -15,19 +15,17 @@ REMOVED_SETTINGS: Mapping[str, str] = {
     ),
     "train.eval_batches": "use train.eval_sequences: the number of sequences, whatever the batch",
     "run.trace_steps": "use run.profile_steps: torch's profiler writes a Chrome trace of each rank",
+    "engine.layout": "leave it out: engine=paper keeps Megatron's order of buckets, engine=canzona sorts them by owner",
+    "engine.grouping": "leave it out: engine=paper has the paper's micro-groups",
+    "cluster.symmetric_factor": "leave it out: symmetric matmuls take as long as general ones of their size",
     "run.log_interval": "leave it out: metrics.jsonl has a line for every step",
 }
 """The fix for each removed setting, by dotted key. None of these settings affected training."""
 
 _BY_OWNER_OR_RING = "use engine.reduction=reduce or ring, or leave it out to use the faster one for each bucket"
-_SEARCHED = "use engine.grouping=auto (searched), or greedy (the paper's)"
-_NO_PADDING = "use engine.layout=owner: buckets whose owners have equal shares need no padding"
 
 REMOVED_VALUES: Mapping[tuple[str, str], tuple[str, str | None]] = {
     ("engine.mode", "rows"): ("use engine.mode=shared, the new name of rows", "shared"),
-    ("engine.layout", "aligned"): (_NO_PADDING, "owner"),
-    ("engine.grouping", "registration"): (_SEARCHED, "auto"),
-    ("engine.grouping", "balanced"): (_SEARCHED, "auto"),
     ("engine.reduction", "all_to_all"): (_BY_OWNER_OR_RING, None),
     ("engine.reduction", "padded"): (_BY_OWNER_OR_RING, None),
     ("engine.reduction", "even"): (_BY_OWNER_OR_RING, None),

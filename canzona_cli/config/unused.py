@@ -36,9 +36,7 @@ _IGNORED = (
 )
 """Pairs of settings: the first has no effect if the second is 0."""
 _FIXED = (
-    ("paper", "layout", "contiguous", "always uses contiguous"),
-    ("paper", "grouping", "greedy", "always uses greedy"),
-    ("asc", "layout", "contiguous", "always uses contiguous"),
+    ("canzona", "alpha", None, "always balances compute"),
     ("asc", "alpha", None, "balances nothing"),
 )
 """A strategy, a setting of the engine that it ignores, the value that it uses instead (None if there is no such
@@ -105,7 +103,7 @@ def _plan_warnings(config: RunConfig, explicit: frozenset[str], *, training: boo
         yield "engine.strategy is ignored: with optimizer=adamw Megatron's DistributedOptimizer updates everything"
     if training and execution is not Execution.PLANNED:
         why = _no_plan(config)
-        for key in ("layout", "alpha", "grouping", "mode", "c_max_mib", "reduction", "exchange_dtype", "plan"):
+        for key in ("alpha", "mode", "c_max_mib", "reduction", "exchange_dtype", "plan"):
             if f"engine.{key}" in explicit:
                 yield f"engine.{key} is ignored: {why}, which does not use a plan"
         for key in ("stack", "graph"):

@@ -163,11 +163,6 @@ class Timeline:
         # fill the chain does not occupy the stream.
         return self.add(phase, ("chain", index), seconds=moved.fill_s, after=[index])
 
-    def add_dependency(self, index: int, other: int) -> None:
-        """Makes the task `index` also wait for the task `other`, which may have been added later."""
-        task = self.tasks[index]
-        self.tasks[index] = task._replace(after=(*task.after, other))
-
     def run_slowed(self, slowed_by: Mapping[Hashable, Sequence[Hashable]], share: float) -> list[TaskTimes]:
         """Simulates tasks that are slowed down by transfers, which take some of the compute units; returns
         the times of each task.

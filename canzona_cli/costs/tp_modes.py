@@ -51,7 +51,7 @@ def distributed_time(algorithm: Algorithm, matrix: Matrix, parts: int, cluster: 
 @lru_cache(maxsize=1024)
 def _distributed_time(algorithm: Algorithm, shape: Shape, side: int, parts: int, cluster: ClusterConfig) -> UpdateTime:
     algorithm = replace(algorithm, form="standard", stack=False, graph=False, spread=False)
-    modelled = replace(cluster, measured_updates=(), symmetric_factor=1.0)
+    modelled = replace(cluster, measured_updates=())
     time = duration(distributed_work(algorithm, shape, side, parts), algorithm.precision, modelled)
     if cluster.measured_updates:  # of whole matrices, relative to the model
         measured_s, modelled_s = (seconds(algorithm, *shape, each, "megatron") for each in (cluster, modelled))

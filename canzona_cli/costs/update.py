@@ -213,12 +213,11 @@ def update_time(
 
     Args:
         implementation: megatron for the update that Megatron's strategies execute, which is in standard form
-            and does not use symmetric kernels, stacking or graphs. The profile may have separate measurements
+            and does not use stacking or graphs. The profile may have separate measurements
             of it.
     """
     if implementation == "megatron":
         algorithm = replace(algorithm, form="standard", stack=False, graph=False, spread=False)
-        cluster = replace(cluster, symmetric_factor=1.0)
         for prefix in ("megatron/", ""):
             if (measured_s := _measured(algorithm, rows, cols, cluster, prefix)) is not None:
                 return UpdateTime(measured_s)
@@ -438,10 +437,9 @@ def duration(work: Work, unit: Unit, cluster: ClusterConfig, stacked: int = 1, *
     fp32_rate, column_s = matmul_rate(cluster, 1.0, "fp32"), COLUMN_S[cluster.device]
     qr_rate = (cluster.qr_tflops * 1e12) if cluster.qr_tflops else fp32_rate / 4
     eigh_rate = (cluster.eigh_tflops * 1e12) if cluster.eigh_tflops else fp32_rate / 25
-    halved = cluster.symmetric_factor if unit == "bf16" and stacked == 1 else 1.0
     device_s = (
         sum(count * matmul(m, k, n) for count, m, k, n in work.matmuls)
-        + sum(count * halved * matmul(m, k, m) for count, m, k in work.symmetric)
+        + sum(count * matmul(m, k, m) for count, m, k in work.symmetric)
         + work.qr_flops / qr_rate
         + sum(column_s * n for _, n in work.qr)
         + sum(9.0 * n**3 / eigh_rate + EIGH_PASSES * column_s * n for n in work.eigh)

@@ -1,6 +1,7 @@
 """Builds the engine of one rank: from a plan, or, for strategy sc, with all matrices of the stage on every
 rank."""
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib import import_module
@@ -33,11 +34,13 @@ from canzona_cli.megatron.parallel import World, Wrapped
 from canzona_cli.megatron.timers import PhaseTimer, watcher_for
 from canzona_cli.model.matrices import Matrix, stage_matrices
 from canzona_cli.model.matrices import matrices as matrices_of
+from canzona_cli.optimizers import graphs
 from canzona_cli.optimizers.facts import known_optimizers
 from canzona_cli.optimizers.matrix_optimizer import OnFallback, Workspace
 from canzona_cli.optimizers.registry import load_class, probe
 from canzona_cli.planner.plan import Plan
 
+_LOG = logging.getLogger(__name__)
 _PACKAGE = __name__.partition(".")[0]
 """The name of canzona's package, whose classes `optimizer.allow` does not have to list."""
 
@@ -46,6 +49,13 @@ Order = Callable[[Matrix], tuple[int, int]]
 """A function that returns the key by which matrices are sorted."""
 _NO_ARGUMENTS = {field.name for field in fields(OptimizerBase)} | {"name", "stack", "graph", "form", "stagger", "tf32"}
 """The settings that `_settings` does not copy: they are passed in another way, or not at all."""
+
+
+def try_graphs(config: RunConfig, device: torch.device) -> None:
+    """Tests whether updates can be replayed as CUDA graphs, if the run's are; if not, warns, and updates are launched
+    one by one."""
+    if device.type == "cuda" and algorithm_of(config).graph and (reason := graphs.try_out(device)):
+        _LOG.warning("updates are not replayed as CUDA graphs: %s", reason)
 
 
 def build_engine(
@@ -76,6 +86,7 @@ def build_engine(
         OptimizerRefused: On all ranks together, if a user's own class cannot update 2-D parameters with
             `step()` alone.
     """
+    try_graphs(config, world.device)
     shared = plan.assignment.shared_costs if plan is not None else {}
     tp = world.layout.tp
     if plan is not None:

@@ -296,7 +296,7 @@ def set_aside(files: RunFiles, resumption: Resumption | None) -> list[str]:
     folder.mkdir()
     leftovers = (
         *(files.command, files.result, files.stop, files.resume, files.config, files.layout, files.plan),
-        *(files.environment, files.routing, files.kernels, files.predicted, files.breakdown),
+        *(files.environment, files.routing, files.predicted, files.breakdown),
         *(files.timelines, files.profile, files.ranks, files.logs),
     )
     store = CheckpointStore(files.checkpoints)

@@ -12,7 +12,6 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.engine.agreement import agree_on_plan, agree_on_problem
 from canzona_cli.engine.build import build_engine
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
-from canzona_cli.engine.kernels import choose_kernels
 from canzona_cli.errors import EnvironmentProblem, Problem, Unsupported, refuse
 from canzona_cli.library.settings import Caller, run_config
 from canzona_cli.megatron import contract, owner_bucket_group
@@ -110,7 +109,7 @@ class Engine:
         assumed = config.cluster.grouped_collectives
         if (contradiction := owner_bucket_group.find_contradiction(chunks, world, assumed=assumed)) is not None:
             _LOG.warning(contradiction)
-        built = build_engine(
+        return build_engine(
             chunks,
             config,
             world,
@@ -120,8 +119,6 @@ class Engine:
             overrides=overrides,
             reads_weights=True,
         )
-        choose_kernels(config, world.device)
-        return built
 
     @property
     def _parts(self) -> tuple[RunConfig, World, Plan, Wrapped]:

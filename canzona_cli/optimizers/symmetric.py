@@ -1,22 +1,15 @@
 """Matmuls whose result is known to be symmetric. Where it is faster, only half of the result is computed and
 then mirrored.
 
-CPUs compute large matmuls in strips of rows. On CUDA a measurement at the start of the run chooses the kernel
-(`engine.kernels`). Everything else is an ordinary matmul.
+CPUs compute large matmuls in strips of rows. Everything else is an ordinary matmul.
 """
 
 from collections.abc import Callable, Mapping
-from functools import cache, partial
-from importlib import import_module
+from functools import cache
 
 import torch
 
 from . import cpu_matmuls
-
-Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float, float], object]
-"""A kernel that is called with a, b, out, add, beta, alpha and computes out <- alpha A B + beta add; `add`
-may be None. A is (side, long) and B (long, side). B is A's transpose, a view of the same memory, or, if both
-are square, another symmetric matrix that commutes with A."""
 
 STRIPS, LEAST = 5, 2e8
 """The number of strips of rows, and the number of multiply-adds above which strips are faster. Measured in
@@ -28,18 +21,6 @@ halving, strips of columns and other numbers of strips (2 to 8) do not gain more
 AMX_STRIPS, AMX_LEAST = 3, 1.5e9
 """The same numbers for processors with AMX, where mirroring takes a larger share of the time. Measured on one
 core of a Xeon: 768x2560 0.78. Two and four strips are slower, and nothing gains at 512x2560 and 1024x1024."""
-
-Shape = tuple[int, int, torch.dtype]
-"""The rows and columns (side, long) of A, and its dtype."""
-
-_chosen: dict[Shape, Kernel] = {}
-
-
-def use(kernels: Mapping[Shape, Kernel]) -> None:
-    """Sets the kernels for all further symmetric matmuls, by the shape of A. Kernels of earlier calls are
-    removed."""
-    _chosen.clear()
-    _chosen.update(kernels)
 
 
 def gram(x: torch.Tensor, out: torch.Tensor, *, add: torch.Tensor | None = None) -> torch.Tensor:
@@ -95,8 +76,7 @@ def strip_count(side: int, long: int) -> int:
 def full_matmul(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: torch.Tensor | None, beta: float, alpha: float
 ) -> None:
-    """Computes the matmul in full with torch's own kernels. The only `Kernel` that also takes batches (batch,
-    side, long)."""
+    """Computes the matmul, or a batch of them (batch, side, long), in full with torch's own kernels."""
     if add is None and alpha == 1:
         torch.matmul(a, b, out=out)
         return
@@ -109,9 +89,6 @@ def _multiply(
 ) -> None:
     if a.ndim == 2:
         side, long = a.shape
-        if (chosen := _chosen.get((side, long, a.dtype))) is not None:
-            chosen(a, b, out, add, beta, alpha)
-            return
         if a.device.type == "cpu" and a.dtype in cpu_matmuls.NARROW and (strips := strip_count(side, long)) > 1:
             _in_strips(strips, a, b, out, add, beta, alpha)
             return
@@ -143,32 +120,3 @@ def _has_amx() -> bool:
     # torch 2.11 does not have the function.
     capabilities: Callable[[], Mapping[str, object]] = getattr(torch.cpu, "get_capabilities", dict)
     return bool(capabilities().get("amx_bf16"))
-
-
-def load_quack(module: str) -> Kernel:
-    """Loads QuACK's CuTe kernel, which also supports B that is not A's transpose.
-
-    Args:
-        module: The module in the package quack-kernels, or in the copy that is part of torch's compiler,
-            which needs nvidia-cutlass-dsl.
-
-    Raises:
-        ImportError: The package is not installed, or this torch has no such copy.
-    """
-    gemm: Callable[..., object] = import_module(module).gemm_symmetric
-
-    def kernel(
-        a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: torch.Tensor | None, beta: float, alpha: float
-    ) -> None:
-        gemm(a, b, C=add, out=out, alpha=float(alpha), beta=float(beta))
-
-    return kernel
-
-
-LADDER: Mapping[str, Callable[[], Kernel]] = {
-    "quack": partial(load_quack, "quack.gemm_interface"),
-    "torch's quack": partial(load_quack, "torch._vendor.quack.gemm_interface"),
-}
-"""The loaders of other packages' kernels by name, in the order in which they are tried. A loader raises an
-error, usually ImportError, if its kernel cannot be used here. If no kernel can, matmuls use `full_matmul`,
-which calls cuBLAS."""

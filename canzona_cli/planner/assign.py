@@ -10,7 +10,7 @@
     owner: data-parallel rank; gradients are reduced to its row
 
 Owners and hosts are balanced together, because a matrix cannot be divided. First every unit gets an owner
-(`Owners`: balanced by compute, by a blend of compute and bytes, or in natural order), then an owner's
+(`Owners`: balanced, or in natural order), then an owner's
 matrices are packed onto its hosts. The result depends only on the arguments, so every rank computes the same.
 
 Experts that are divided among ranks can only be updated by the ranks that store them; `planner.joint`
@@ -19,26 +19,21 @@ balances them together with all other matrices.
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
-from itertools import groupby, product
+from itertools import groupby
 from types import MappingProxyType
 
 from canzona_cli.config.schema import Mesh
 from canzona_cli.costs.sharing import HOSTED, SharedCost, SharedCosts
 from canzona_cli.errors import DoesNotFit, Problem
 from canzona_cli.model.matrices import Matrix
-from canzona_cli.planner.buckets import Part, Pool, pool_buckets, pools
+from canzona_cli.planner.buckets import Pool, pool_buckets, pools
 from canzona_cli.planner.joint import balance_together
-from canzona_cli.planner.packing import CLOSE_ENOUGH, pack
+from canzona_cli.planner.packing import pack
 from canzona_cli.planner.paper import balanced_cuts, even_start, greedy_hosts
 from canzona_cli.planner.plan import Assignment, Cell, PlanSettings
 from canzona_cli.planner.problem import Owners, Placement, PoolProblem
 from canzona_cli.planner.seats import spread_bytes
-
-BLENDS = (0.0, 0.25, 0.5, 0.75)
-"""The weights of compute relative to bytes that are tried in addition to compute alone: for every alpha with
-layout contiguous, and for alpha < 1 with layout owner."""
 
 
 def assign(
@@ -54,18 +49,11 @@ def assign(
 ) -> Assignment:
     """Returns the owner and host of every matrix, for the strategies that have a plan.
 
-    - canzona, layout owner: `_balance`, or `balance_together` if experts are divided among ranks; layout
-      contiguous: the best of several cuts in natural order;
+    - canzona: `_balance`, or `balance_together` if experts are divided among ranks;
     - paper: one cut in natural order, by alpha, and greedy hosts (`planner.paper`);
     - asc: the stage's buffer is divided evenly, and a unit belongs to the owner in whose share it starts. (If
       each bucket were divided, the first ranks would get every remainder.) Hosts are assigned round-robin in
       registration order. Nothing is balanced.
-
-    If there are several candidates (layout contiguous, or canzona with alpha < 1), the candidate with the
-    lowest score is returned: alpha * (busiest cell / lower bound) + (1 - alpha) * (bytes of every bucket's
-    busiest owner / their lower bound). Both terms are computed from the final cells, and candidates that
-    exceed `memory_cap` are dropped. Candidates do not depend on alpha, so a larger alpha never makes the
-    busiest cell busier, and a smaller alpha never makes bytes less even.
 
     Args:
         costs: the seconds of each matrix's update, positive; with strategy paper, the elements of the matrix.
@@ -73,8 +61,7 @@ def assign(
         bucket_elements: the size at which Megatron closes a bucket of the first stage; None for one bucket
             per model chunk.
         bytes_per_element: the bytes of an element in an exchange; only greedy hosts depend on it.
-        shared_costs: the costs of the matrices that may be shared, by index. If `settings.mode` is shared,
-            all these matrices are shared; otherwise as many as make the busiest cell least busy.
+        shared_costs: the costs of the matrices that are shared, by index.
 
     Raises:
         DoesNotFit: no assignment within `memory_cap` was found.
@@ -88,7 +75,6 @@ def assign(
             matrices=matrices,
             costs=costs,
             shared_costs=shared_costs,
-            all_shared=settings.mode == "shared",
             buckets=pool_buckets(matrices, pool, layout, bucket_elements),
             mesh=layout,
         )
@@ -110,7 +96,7 @@ def _solve(
     memory_cap: int | None,
     bytes_per_element: int,
 ) -> Placement:
-    """Returns the best assignment of a stage.
+    """Returns the assignment of a stage.
 
     Args:
         stage: the problem of the matrices that all ranks of the stage store.
@@ -119,37 +105,18 @@ def _solve(
     Raises:
         DoesNotFit: no assignment within `memory_cap` was found.
     """
-
-    def fits(candidate: Placement) -> bool:
-        return memory_cap is None or candidate.fullest <= memory_cap
-
-    def place(choose_owners: Callable[[PoolProblem], Owners]) -> Placement:
-        """Chooses owners with a heuristic, and then a host for each matrix of these owners."""
-        cells, shared = _choose_hosts(stage, settings, choose_owners(stage), bytes_per_element)
-        return Placement(problem=stage, cells={**cells, **_cells_of_experts(experts, choose_owners)}, shared=shared)
-
+    choose_owners: Callable[[PoolProblem], Owners] = _balance
     if settings.strategy == "asc":
-        heuristics: list[Callable[[PoolProblem], Owners]] = [_cut_evenly]
+        choose_owners = _cut_evenly
     elif settings.strategy == "paper":
-        heuristics = [partial(_cut, alpha=settings.alpha, by_cost=True)]
-    elif settings.layout == "contiguous":
-        cuts = product((True, False), (*BLENDS, 1.0))
-        heuristics = [partial(_cut, alpha=alpha, by_cost=by_cost) for by_cost, alpha in cuts]
-    elif experts:
-        heuristics = []
-    else:
-        heuristics = [_balance]
-    candidates = [candidate for candidate in map(place, heuristics) if fits(candidate)]
-    if not candidates:
-        candidates = [_place_within(stage, experts, settings, memory_cap)]
-    if settings.strategy == "canzona" and settings.layout != "contiguous" and settings.alpha < 1:
-        # The first candidate, balanced for compute alone, is the result with alpha = 1. No candidate may have
-        # a less busy cell, because then alpha = 1 would not give the least busy cell.
-        blended = [place(partial(_assign_blended, blend=blend)) for blend in BLENDS]
-        candidates += [
-            candidate for candidate in blended if fits(candidate) and candidate.busiest >= candidates[0].busiest
-        ]
-    return _pick([stage, *experts], settings.alpha, candidates) if len(candidates) > 1 else candidates[0]
+        choose_owners = partial(_cut, alpha=settings.alpha)
+    if settings.strategy != "canzona" or not experts:
+        cells, shared = _choose_hosts(stage, settings, choose_owners(stage), bytes_per_element)
+        cells |= _cells_of_experts(experts, choose_owners)
+        placement = Placement(problem=stage, cells=cells, shared=shared)
+        if memory_cap is None or placement.fullest <= memory_cap:
+            return placement
+    return _place_within(stage, experts, settings, memory_cap)
 
 
 def _cells_of_experts(
@@ -176,9 +143,8 @@ def _cut_evenly(stage: PoolProblem) -> Owners:
 def _place_within(
     stage: PoolProblem, experts: Sequence[PoolProblem], settings: PlanSettings, memory_cap: int | None
 ) -> Placement:
-    """Assigns a stage's matrices within `memory_cap`, without sharing any. Strategy canzona with
-    layout owner assigns stages with experts in this way. Otherwise, it is the last resort if all candidates
-    exceed `memory_cap`.
+    """Assigns a stage's matrices within `memory_cap`, without sharing any. Strategy canzona
+    assigns stages with experts in this way. Otherwise, it is the last resort if `memory_cap` is exceeded.
 
     Raises:
         DoesNotFit: no assignment was found; or `memory_cap` is exceeded with mode shared or strategy paper,
@@ -202,38 +168,9 @@ def _place_within(
 
 
 def _balance(stage: PoolProblem) -> Owners:
-    """Balances units over owners with the better of two heuristics, then spreads each bucket's bytes over
-    owners.
-
-    1. Pack units into owners; this suffices if owners hold many units.
-    2. Pack units into the cells of the grid and deal the cells to owners.
-
-    A result is judged by its busiest cell after every owner's matrices are packed onto its hosts. With tp = 1
-    the two heuristics are the same. If matrices may be shared, each heuristic is tried twice: with the cost
-    of hosted updates, and with `PoolProblem.summed_costs`. The search stops at the first result that reaches
-    the bound.
-    """
-    best: Owners = {}
-    lowest = float("inf")
-    heuristics: list[Callable[[PoolProblem], Owners]] = [_units_to_owners]
-    if stage.tp > 1:
-        heuristics.append(_units_to_cells)
-    problems = [stage, replace(stage, costs=stage.summed_costs)] if stage.shared_costs else [stage]
-    for heuristic, problem in product(heuristics, problems):
-        owner_of = heuristic(problem)
-        height = stage.height(owner_of)
-        if height < lowest * (1 - 1e-9):
-            best, lowest = owner_of, height
-        if lowest <= stage.bound * (1 + CLOSE_ENOUGH):
-            break
-    return spread_bytes(stage.buckets, best, stage.kinds)
-
-
-def _units_to_owners(stage: PoolProblem) -> Owners:
-    """Packs units into owners."""
-    units = list(stage.units)
-    packing = pack([stage.cost(unit) for unit in units], stage.owners)
-    return {units[item]: owner for owner, items in enumerate(packing.bins) for item in items}
+    """Packs units into the cells of the grid, deals the cells to owners, and spreads each bucket's bytes over
+    owners."""
+    return spread_bytes(stage.buckets, _units_to_cells(stage), stage.kinds)
 
 
 def _units_to_cells(stage: PoolProblem) -> Owners:
@@ -245,58 +182,14 @@ def _units_to_cells(stage: PoolProblem) -> Owners:
     return {units[item]: dealt[cell] for cell, items in enumerate(packing.bins) for item in items}
 
 
-def _assign_blended(stage: PoolProblem, blend: float) -> Owners:
-    """Assigns units bucket by bucket, largest first, each to the owner with the lowest weighted sum of its
-    compute so far and its bytes of this bucket."""
-    busy_s = [0.0] * stage.owners
-    mean_s = sum(map(stage.cost, stage.units)) / stage.owners
-    owner_of: Owners = {}
-    for parts in sorted(stage.parts, key=lambda parts: -sum(part.elements for part in parts)):
-        mean_size = sum(part.elements for part in parts) / stage.owners
-        sizes = [0] * stage.owners
-        for part in sorted(parts, key=lambda part: (-part.elements, -stage.cost(part.unit))):
-            score = [blend * busy_s[o] / mean_s + (1 - blend) * sizes[o] / mean_size for o in range(stage.owners)]
-            owner = min(range(stage.owners), key=lambda o: (score[o], busy_s[o], o))
-            owner_of[part.unit] = owner
-            sizes[owner] += part.elements
-            busy_s[owner] += stage.cost(part.unit)
-    return owner_of
-
-
-def _cut(stage: PoolProblem, alpha: float, *, by_cost: bool) -> Owners:
-    """Cuts buckets between owners in natural order, balanced by cost or by elements.
-
-    Args:
-        alpha: the weight of the total over buckets, see `balanced_cuts`.
-    """
-
-    def weight(part: Part) -> float:
-        return stage.cost(part.unit) if by_cost else float(part.elements)
-
-    weights = [[weight(part) for part in parts] for parts in stage.parts]
+def _cut(stage: PoolProblem, alpha: float) -> Owners:
+    """Cuts buckets between owners in natural order, balanced by cost (`balanced_cuts`)."""
+    weights = [[stage.cost(part.unit) for part in parts] for parts in stage.parts]
     return {
         part.unit: owner
         for parts, owners in zip(stage.parts, balanced_cuts(weights, stage.owners, alpha), strict=True)
         for part, owner in zip(parts, owners, strict=True)
     }
-
-
-def _pick(problems: Sequence[PoolProblem], alpha: float, candidates: Sequence[Placement]) -> Placement:
-    """Returns the candidate with the lowest score, see `assign`.
-
-    Args:
-        problems: the problem of the stage, followed by the problems of its experts.
-    """
-    least = sum(problem.least_communication() for problem in problems)
-
-    def score(candidate: Placement) -> tuple[float, float]:
-        compute = candidate.busiest / problems[0].bound
-        communication = sum(problem.communication(candidate) for problem in problems) / least
-        # Ties are broken by the sum of both terms: otherwise, with alpha = 1, bytes could be needlessly
-        # uneven.
-        return alpha * compute + (1 - alpha) * communication, compute + communication
-
-    return min(candidates, key=score)
 
 
 def _choose_hosts(
@@ -311,12 +204,11 @@ def _choose_hosts(
             continue
         if settings.strategy == "asc":
             hosts: Sequence[int] = [position % stage.tp for position in range(len(indices))]
-        elif settings.grouping == "greedy" and not stage.shared_costs:
+        elif settings.strategy == "paper":
             hosts = greedy_hosts(stage.matrices, indices, stage.tp, settings.capacity(bytes_per_element))
         else:
-            row = stage.packer.rows(indices)[0]
-            hosts = row.hosts
-            shared.update(index for index, together in zip(indices, row.shared, strict=True) if together)
+            hosts = stage.packer.hosts(indices)
+            shared.update(stage.shared_costs.keys() & set(indices))
         for index, host in zip(indices, hosts, strict=True):
             cells[index] = Cell(owner=owner, host=host)
     return cells, shared

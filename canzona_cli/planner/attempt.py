@@ -16,10 +16,10 @@ from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.assign import assign
 from canzona_cli.planner.buckets import Pool, buckets, pool_buckets, typical_pools
 from canzona_cli.planner.exposure import Exposure, Outline
-from canzona_cli.planner.groups import GroupSearch
+from canzona_cli.planner.groups import Grouping
 from canzona_cli.planner.pipeline import HostedPipeline
 from canzona_cli.planner.plan import Assignment, Bucket, Cell, Plan, PlanSettings, Subject
-from canzona_cli.planner.seats import concentrate_owners, renumber_owners
+from canzona_cli.planner.seats import renumber_owners
 
 SHARING_GAIN = 1.03
 """The threshold above which a plan with shared matrices is tried: the ratio of the busiest rank's update time
@@ -88,7 +88,7 @@ class Attempt:
         self._element_bytes = prices.pipeline.element_bytes
         settings = subject.settings
         self._settings = settings if c_max is None else replace(settings, c_max_bytes=c_max * self._element_bytes)
-        self._search = GroupSearch(self._members, self._costs, self._settings, prices.pipeline)
+        self._grouping = Grouping(self._members, self._costs, self._settings, prices.pipeline)
         default = subject.buffers["bucket_elements"]
         assert default is None or isinstance(default, int)
         self._default_limit, self._resizes = default, resizes
@@ -109,7 +109,7 @@ class Attempt:
             costs=self._costs,
             assignment=best.assignment,
             buckets=self._buckets(best),
-            groups=self._search.micro_groups(best.assignment),
+            groups=self._grouping.micro_groups(best.assignment),
             lower_bounds=self._bounds,
         )
 
@@ -126,25 +126,21 @@ class Attempt:
     @property
     def _by_owner(self) -> bool:
         """True if there are several owners, and buckets are laid out by owner."""
-        settings = self._settings
-        return settings.strategy == "canzona" and settings.layout == "owner" and self._several_owners
+        return self._settings.strategy == "canzona" and self._several_owners
 
     def _best(self, exposure: Exposure) -> Candidate:
         """Returns the first candidate that is as fast as the fastest, up to `ALIKE`.
 
-        Candidates are, in this order: the balanced assignment with units exchanged between owners
-        (`concentrate_owners`), the balanced assignment (both with renumbered owners), and owners in natural
+        Candidates are, in this order: the balanced assignment with renumbered owners, and owners in natural
         order in buckets of the default size. The last is left out with a memory cap or mode shared. If
-        buckets are not laid out by owner, or alpha is below 1, only the assignment itself is a candidate.
+        buckets are not laid out by owner, only the assignment itself is a candidate.
         """
         limit = self._limit(exposure)
         assignment = self._shared_where_faster(self._balanced(limit), limit, exposure)
-        if not self._by_owner or self._settings.alpha < 1:
+        if not self._by_owner:
             return self._candidate(assignment, limit, exposure)
         members, layout = self._members, self._layout
-        balanced = [concentrate_owners(members, self._costs, assignment, layout, limit), assignment]
-        renumbered = [renumber_owners(members, way, layout, limit) for way in balanced]
-        candidates = [self._candidate(way, limit, exposure) for way in renumbered]
+        candidates = [self._candidate(renumber_owners(members, assignment, layout, limit), limit, exposure)]
         if self._memory_cap is None and self._settings.mode != "shared":
             # A balanced assignment may lose more time to communication than its balance gains.
             natural = self._assign(replace(self._settings, strategy="asc"), self._default_limit, shared=False)
@@ -155,8 +151,7 @@ class Attempt:
         """Returns the number of elements at which buckets of the first stage are closed.
 
         If the planner may choose the size, it is the multiple of Megatron's default that is fastest by an
-        estimate that needs no owners. The size does not depend on alpha, so that plans with different alpha
-        have the same buckets.
+        estimate that needs no owners.
         """
         estimates_s = self.outlined_seconds(exposure)
         if not estimates_s:
@@ -170,25 +165,25 @@ class Attempt:
         if default is None or not (self._resizes and self._several_owners and exposure.reductions.rings):
             return {}
         if exposure not in self._outlined:
-            updates_s = dict(enumerate(self._bounds))
+            update_s = max(self._bounds)
             self._outlined[exposure] = {
-                limit: exposure.estimate(self._outline(limit), self._members, updates_s)
+                limit: exposure.estimate(self._outline(limit), self._members, update_s)
                 for limit in bucket_limits(default)
             }
         return self._outlined[exposure]
 
-    def _outline(self, limit: int) -> list[list[Outline]]:
-        """Returns the buckets of every stage if they are closed at `limit` elements. Of the experts, only
+    def _outline(self, limit: int) -> list[Outline]:
+        """Returns the buckets of the first stage if they are closed at `limit` elements. Of the experts, only
         those of the first expert-parallel rank are included."""
-        outlines: list[list[Outline]] = [[] for _ in range(self._layout.pp)]
+        outlines: list[Outline] = []
         for pool in typical_pools(self._members):
-            for bucket in pool_buckets(self._members, pool, self._layout, limit):
+            for bucket in pool_buckets(self._members, pool, self._layout, limit) if pool.stage == 0 else ():
                 parts = [part.elements for parameter in bucket for part in parameter.parts]
                 matrices = tuple(index for parameter in bucket for index in parameter.matrices)
                 outline = Outline(
                     elements=sum(parts), largest=max(parts), matrices=matrices, experts=pool.expert_rank is not None
                 )
-                outlines[pool.stage].append(outline)
+                outlines.append(outline)
         return outlines
 
     def _balanced(self, limit: int | None) -> Assignment:
@@ -200,16 +195,15 @@ class Attempt:
         faster."""
         if self._settings.mode != "auto" or not self._possible or not self._leaves_idle(hosted):
             return hosted
-        balanced = self._assign(self._settings, limit, shared=True)
-        best = self._search.choose_shared(hosted, balanced, self._possible, self._memory_cap)
-        if not best.shared_costs:
-            return best
+        shared = self._assign(self._settings, limit, shared=True)
+        if all(one.owner == other.owner for one, other in zip(hosted.cells, shared.cells, strict=True)):
+            shared = self._grouping.faster_owners(hosted, shared)
         # The buckets of the two assignments hardly differ.
         chunks = exposure.chunks(self._alternatives(hosted, limit, exposure)[0], self._members)
         shared_s, hosted_s = (
-            exposure.gathering_seconds(chunks, self._search.slowest_owner_seconds(way)) for way in (best, hosted)
+            exposure.gathering_seconds(chunks, self._grouping.slowest_owner_seconds(way)) for way in (shared, hosted)
         )
-        return best if hosted_s > (1 + ALIKE) * shared_s else hosted
+        return shared if hosted_s > (1 + ALIKE) * shared_s else hosted
 
     def _assign(self, settings: PlanSettings, limit: int | None, *, shared: bool) -> Assignment:
         """Returns the assignment with these settings, from a cache or newly made.
@@ -246,10 +240,10 @@ class Attempt:
         """Completes an assignment with buckets, which are reduced and gathered in the ways that add the
         fewest seconds to an iteration."""
         alternatives = self._alternatives(assignment, limit, exposure)
-        updates_s = self._search.slowest_owner_seconds(assignment)
+        update_s = self._grouping.slowest_owner_seconds(assignment)
         chunks = [exposure.chunks(alternative, self._members) for alternative in alternatives]
-        reducing_s = [exposure.reduction_seconds(chunks_of_stages) for chunks_of_stages in chunks]
-        gathering_s = [exposure.gathering_seconds(chunks_of_stages, updates_s) for chunks_of_stages in chunks]
+        reducing_s = [exposure.reduction_seconds(of_alternative) for of_alternative in chunks]
+        gathering_s = [exposure.gathering_seconds(of_alternative, update_s) for of_alternative in chunks]
         reduced = _first_fastest(reducing_s)
         gathered = _first_fastest(gathering_s)
         chosen = tuple(

@@ -24,54 +24,17 @@ _KINDS = 24
 def stage_bound(
     matrices: Sequence[Matrix], costs: Sequence[float], stage: int, mesh: Mesh, shared_costs: SharedCosts = HOSTED
 ) -> float:
-    """Returns a lower bound, in seconds, on the update time of a stage's slowest cell: the largest of
-    `lower_bound`, the bound for packing an expert-parallel rank's experts into the cells that store them, and
-    `bound_with_experts`."""
+    """Returns a lower bound, in seconds, on the update time of a stage's slowest cell: the larger of
+    `lower_bound` and the bound for packing an expert-parallel rank's experts into the cells that store them."""
     experts: dict[int, list[float]] = {}
-    others: list[float] = []
     for matrix, cost in zip(matrices, costs, strict=True):
-        if matrix.stage != stage:
-            continue
-        if matrix.expert_rank is not None:
+        if matrix.stage == stage and matrix.expert_rank is not None:
             experts.setdefault(matrix.expert_rank, []).append(cost)
-        else:
-            shared_cost = shared_costs.get(matrix.index)
-            others.append(cost if shared_cost is None else min(cost, shared_cost.each))
-    distinct = {tuple(sorted(members)) for members in experts.values()}
     return max(
         lower_bound(matrices, costs, stage, mesh.owners, mesh.tp, shared_costs),
-        *(packing_bound(members, mesh.expert_owners) for members in distinct),
-        *(bound_with_experts(others, members, mesh) for members in distinct),
+        *(packing_bound(members, mesh.expert_owners) for members in {tuple(sorted(m)) for m in experts.values()}),
         0.0,
     )
-
-
-def bound_with_experts(others: Sequence[float], experts: Sequence[float], mesh: Mesh) -> float:
-    """Returns a lower bound on the fullest cell's height in a stage whose cells hold experts and other
-    matrices. It exceeds `lower_bound` only if there are few other matrices and many cells.
-
-    Proof: let n other matrices cost c or more. Some expert-parallel rank has at least n / ep of them, rounded
-    up. Let every expert cost e or more. If all cells of this rank were at most T high, a cell with d of these
-    matrices would have room for at most floor((T - d c) / e) experts. If the rank's experts do not fit into
-    its cells for any division of these matrices among the cells, every assignment is higher than T. T is
-    bisected for each cost c.
-
-    Args:
-        others: the costs of the other matrices of the stage.
-        experts: the costs of an expert-parallel rank's experts.
-    """
-    cells, least = mesh.expert_owners, min(experts)
-    best = 0.0
-    for cost, number in _costliest_first(others):
-        held = -(-number // mesh.ep)  # rounded up
-        if held > cells:
-            break
-
-        def is_too_low(height: float, held: int = held, cost: float = cost) -> bool:
-            return _most_room(height * (1 + _TINY), cells, held, cost, least) < len(experts)
-
-        best = _bisect(max(best, cost, (sum(experts) + held * cost) / cells), is_too_low)
-    return best
 
 
 def _bisect(bound: float, is_too_low: Callable[[float], bool]) -> float:
@@ -87,32 +50,6 @@ def _bisect(bound: float, is_too_low: Callable[[float], bool]) -> float:
         if high - low <= RESOLUTION * low:
             break
     return low
-
-
-def _costliest_first(costs: Sequence[float]) -> Iterator[tuple[float, int]]:
-    """Yields each cost, the highest first, with the number of items that cost at least as much."""
-    number = 0
-    for cost, count in sorted(Counter(costs).items(), reverse=True):
-        number += count
-        yield cost, number
-
-
-def _most_room(height: float, cells: int, others: int, cost: float, expert: float) -> int:
-    """Returns how many items of cost `expert` fit into `cells` cells of the given height, in addition to
-    `others` items of cost `cost`; -1 if these alone do not fit."""
-    rooms = [int((height - held * cost) / expert) for held in range(min(others, int(height / cost)) + 1)]
-    most = [0] + [-1] * others
-    """The largest number of experts that fit into the cells so far, by the number of others in them; -1 if
-    the others do not fit."""
-    for _ in range(cells):
-        most = [
-            max(
-                (most[total - held] + room for held, room in enumerate(rooms[: total + 1]) if most[total - held] >= 0),
-                default=-1,
-            )
-            for total in range(others + 1)
-        ]
-    return most[others]
 
 
 def lower_bound(

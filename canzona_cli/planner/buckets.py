@@ -219,11 +219,10 @@ def buckets(
     """Returns the buckets of all stages, numbered from 0 in each stage. The buckets of a pool are in the
     order in which gradients become ready.
 
-    - layout owner: the parameters of an owner are adjacent, in uneven shards. A parameter whose gate and up
-      have two owners is placed on the border between their ranges. If that is impossible, which is rare, an
+    - strategy canzona: the parameters of an owner are adjacent, in uneven shards. A parameter whose gate and
+      up have two owners is placed on the border between their ranges. If that is impossible, which is rare, an
       owner gets a second range;
-    - layout contiguous: Megatron's order;
-    - strategies paper and asc: Megatron's order in either layout.
+    - strategies paper and asc: Megatron's order.
 
     The only padding is alignment. An owner without a parameter in a bucket has no range in it.
     `ReductionModel.choices` then has the ways in which each bucket may be reduced and gathered.
@@ -234,7 +233,7 @@ def buckets(
         chosen_pools: the pools whose buckets are returned; None for all.
     """
     made: list[Bucket] = []
-    by_owner = settings.layout == "owner" and settings.strategy == "canzona"
+    by_owner = settings.strategy == "canzona"
     bucket_counts = Counter[int]()
     for pool in pools(matrices) if chosen_pools is None else chosen_pools:
         for bucket in pool_buckets(matrices, pool, layout, bucket_elements):

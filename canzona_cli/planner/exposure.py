@@ -1,13 +1,12 @@
 """Estimates the seconds that an iteration waits for updates, reductions and gatherings, quickly enough to
 compare a plan's candidates.
 
-`simulate.iteration` computes these waits for a whole pipeline, on the same `Timeline`. Here each stage has
-two separate timelines: one for the last backward pass, during which reductions start, and one for the first
-forward pass, which waits for gatherings. Stages after the first finish their backward passes earlier and
-start their forward passes later, by one pass for each stage before them.
+`simulate.iteration` computes these waits for a whole pipeline, on the same `Timeline`. Here the first stage has two
+separate timelines: one for the last backward pass, during which reductions start, and one for the first forward pass,
+which waits for gatherings.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -15,7 +14,7 @@ from typing import Literal
 from canzona_cli.config.execution import overlaps_param_gather
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.costs.links import Transfer
-from canzona_cli.costs.model import StageTime, stage_time, units_taken, zeroing_seconds
+from canzona_cli.costs.model import stage_time, units_taken, zeroing_seconds
 from canzona_cli.costs.timeline import TaskTimes, Timeline
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.chunks import STREAMS, Chunk, ChunkBuilder, GatheringOrder, Stream, merge_streams
@@ -36,7 +35,9 @@ class Outline:
 
 
 class Exposure:
-    """The estimator of the seconds that an iteration of a run waits for communication and updates.
+    """The estimator of the seconds that an iteration of a run waits for communication and updates, on a rank of the
+    first pipeline stage. Megatron cuts only this stage's buffers into buckets, and its gradients are ready last, so
+    the other stages wait no longer.
 
     Waits depend only on the inputs of a plan. Settings that do not change a plan, such as sequence
     parallelism and the dispatcher of tokens, therefore have no effect.
@@ -52,65 +53,10 @@ class Exposure:
         self._overlap_reduce = config.parallel.overlap_grad_reduce
         self._overlap_gather = overlaps_param_gather(config)
         self.reductions = ReductionModel(config, layout)
-        self.stages = [_StageClock(config, layout, stage, self.reductions) for stage in range(layout.pp)]
-
-    def chunks(self, buckets: Sequence[Bucket], matrices: Sequence[Matrix]) -> list[list[Chunk]]:
-        """Returns the chunks of each stage."""
-        return [clock.chunks(buckets, matrices) for clock in self.stages]
-
-    def reduction_seconds(self, chunks: Sequence[Sequence[Chunk]]) -> float:
-        """Returns the seconds that reductions add to the iteration."""
-        if not self._overlap_reduce:
-            return max(sum(chunk.reduce.seconds for chunk in of_stage) for of_stage in chunks)
-        added_s = slowed_s = 0.0
-        for clock, of_stage in reversed(list(zip(self.stages, chunks, strict=True))):
-            late_s, slowed_here_s = clock.reduction_seconds(of_stage)
-            added_s = max(added_s, slowed_s + late_s)
-            slowed_s += slowed_here_s
-        return added_s
-
-    def gathering_seconds(self, chunks: Sequence[Sequence[Chunk]], updates_s: Mapping[int, float]) -> float:
-        """Returns the seconds that updates and gatherings add to the iteration.
-
-        Args:
-            updates_s: the update seconds of each stage's slowest owner.
-        """
-        added_s = late_s = 0.0
-        for stage, (clock, of_stage) in enumerate(zip(self.stages, chunks, strict=True)):
-            update_s = updates_s.get(stage, 0.0)
-            if self._overlap_gather:
-                # `late_s` delays the input of the next stage.
-                delay_s, late_s = clock.gathering_seconds(of_stage, update_s, late_s)
-            else:
-                delay_s = update_s + sum(chunk.gather.seconds for chunk in of_stage)
-            added_s = max(added_s, delay_s)
-        return added_s
-
-    def estimate(
-        self, outlines: Sequence[Sequence[Outline]], matrices: Sequence[Matrix], updates_s: Mapping[int, float]
-    ) -> float:
-        """Estimates the seconds that a plan adds to the iteration, before its owners are known.
-
-        Args:
-            outlines: the buckets of each stage.
-            updates_s: the update seconds of each stage.
-        """
-        chunks = [
-            clock.outline_chunks(of_stage, matrices) for clock, of_stage in zip(self.stages, outlines, strict=True)
-        ]
-        return self.reduction_seconds(chunks) + self.gathering_seconds(chunks, updates_s)
-
-
-class _StageClock:
-    """The estimator of the waits of one rank of a stage."""
-
-    def __init__(self, config: RunConfig, layout: Layout, stage: int, reductions: ReductionModel) -> None:
-        self._stage, self._pp, self._reductions = stage, layout.pp, reductions
-        self._units = units_taken(config, layout)
-        self.time: StageTime = stage_time(config, layout, stage)
-        self._zero_s = zeroing_seconds(config, layout, stage)
-        self._hop_s = self.time.hop.seconds
-        self._builder = ChunkBuilder(config, layout, stage, self.time, reductions)
+        self._pp, self._units = layout.pp, units_taken(config, layout)
+        self._time = stage_time(config, layout, 0)
+        self._zero_s = zeroing_seconds(config, layout, 0)
+        self._builder = ChunkBuilder(config, layout, 0, self._time, self.reductions)
 
     @cached_property
     def _adamw(self) -> list[Chunk]:
@@ -120,63 +66,55 @@ class _StageClock:
         """Returns the chunks of AdamW's parameters, followed by the chunks of the plan's buckets."""
         return [*self._adamw, *self._builder.matrices(buckets, matrices)]
 
-    def outline_chunks(self, outlines: Sequence[Outline], matrices: Sequence[Matrix]) -> list[Chunk]:
-        """Returns the chunks of AdamW's parameters, followed by estimated chunks of matrices
-        (`Exposure.estimate`)."""
+    def estimate(self, outlines: Sequence[Outline], matrices: Sequence[Matrix], update_s: float) -> float:
+        """Estimates the seconds that a plan adds to the iteration, before its owners are known."""
         chunks: dict[Stream, list[Chunk]] = {stream: [] for stream in STREAMS}
         for bucket in outlines:
             reduced, gathered = (
-                self._reductions.estimate(bucket.elements, bucket.largest, kind, experts=bucket.experts)
+                self.reductions.estimate(bucket.elements, bucket.largest, kind, experts=bucket.experts)
                 for kind in ("reduce_scatter", "all_gather")
             )
             module = self._builder.first_module(matrices[index] for index in bucket.matrices)
             stream: Stream = "experts" if bucket.experts else "data"
             chunks[stream].append(Chunk(module=module, reduce=reduced, gather=gathered, stream=stream))
-        return [*self._adamw, *merge_streams(chunks.values())]
+        estimated = [*self._adamw, *merge_streams(chunks.values())]
+        return self.reduction_seconds(estimated) + self.gathering_seconds(estimated, update_s)
 
-    def reduction_seconds(self, chunks: Sequence[Chunk]) -> tuple[float, float]:
-        """Simulates the last backward pass and the reductions of its gradients.
-
-        Returns:
-            The seconds from the time at which the first stage's pass would end without reductions to the end
-            of this stage's reductions, negative if the reductions end earlier; and the seconds that the
-            reductions add to this stage's pass.
-        """
+    def reduction_seconds(self, chunks: Sequence[Chunk]) -> float:
+        """Simulates the last backward pass and the reductions of its gradients; returns the seconds that reductions
+        add to the iteration."""
+        if not self._overlap_reduce:
+            return sum(chunk.reduce.seconds for chunk in chunks)
         chunks_of_module: dict[int, list[Chunk]] = {}
         for chunk in chunks:
             chunks_of_module.setdefault(chunk.module, []).append(chunk)
         backward = _Pass(chunk.reduce for chunk in chunks)
         arrivals: list[int] = []
-        for position, places in enumerate(reversed(self.time.places)):
+        for position, places in enumerate(reversed(self._time.places)):
             if position:
                 # Before the last micro-batch, the other pp - 1 of its group of pp pass through this model
                 # chunk, and its gradient travels once around the pipeline.
-                backward.compute((self._pp - 1) * self._pass_s(places, 1) + self._pp * self._hop_s)
-            backward.compute(self.time.pass_s)
+                backward.compute((self._pp - 1) * self._pass_s(places, 1) + self._pp * self._time.hop.seconds)
+            backward.compute(self._time.pass_s)
             for place in reversed(places):
-                module = self.time.modules[place]
+                module = self._time.modules[place]
                 backward.compute(module.backward_s + module.again_s, module.moves[1])
                 for chunk in chunks_of_module.get(place, ()):
                     arrivals.append(backward.transfer(chunk.reduce, chunk.stream, [backward.now()]))
-        last_module = backward.now()
+        ends = [backward.now(), *arrivals]
         times = backward.run(self._units)
-        end_s = max(times[task].end for task in (last_module, *arrivals))
-        earlier_s = self._stage * (self._hop_s + self._pass_s(self.time.places[0], 1))
-        late_s, slowed_s = end_s - backward.computed_s - earlier_s, times[last_module].end - backward.computed_s
-        return late_s, slowed_s
+        return max(0.0, max(times[task].end for task in ends) - backward.computed_s)  # below 0 only by rounding
 
-    def gathering_seconds(self, chunks: Sequence[Chunk], update_s: float, input_late_s: float) -> tuple[float, float]:
-        """Simulates the updates, and the gatherings up to the end of the first forward pass.
+    def gathering_seconds(self, chunks: Sequence[Chunk], update_s: float) -> float:
+        """Simulates the updates, and the gatherings up to the end of the first forward pass; returns the seconds that
+        they add to the iteration.
 
         Args:
-            update_s: the update seconds of the stage's slowest owner.
-            input_late_s: the second value that this method returned for the previous stage.
-
-        Returns:
-            The seconds that updates and gatherings add to the pass through all model chunks, and to the pass
-            through the first model chunk.
+            update_s: the update seconds of the slowest owner of any stage.
         """
-        order = GatheringOrder.of(chunks, len(self._adamw), self.time.places)
+        if not self._overlap_gather:
+            return update_s + sum(chunk.gather.seconds for chunk in chunks)
+        order = GatheringOrder.of(chunks, len(self._adamw), self._time.places)
         forward = _Pass(chunk.gather for chunk in chunks)
         next_gathered = dict(zip(order.afterwards, order.afterwards[GATHERED_AHEAD:], strict=False))
         tasks: dict[int, int] = {}
@@ -193,21 +131,16 @@ class _StageClock:
         chunks_of_module: dict[int, list[int]] = {}
         for index, chunk in reversed(list(enumerate(chunks))):
             chunks_of_module.setdefault(chunk.module, []).append(index)
-        earlier_s = self._stage * (self._hop_s + self._pass_s(self.time.places[0], 0))
         forward.wait([updated])
         forward.compute(self._zero_s)
-        if self._stage:
-            input_s = self._zero_s + earlier_s + input_late_s
-            forward.wait([forward.timeline.add("pipeline", "pipeline", seconds=input_s)])
-        ends = []
-        for model_chunk, places in enumerate(self.time.places):
+        for model_chunk, places in enumerate(self._time.places):
             if model_chunk:
                 # The input of the model chunk has passed through the other stages.
-                earlier_chunk = self.time.places[model_chunk - 1]
-                forward.compute((self._pp - 1) * self._pass_s(earlier_chunk, 0) + self._pp * self._hop_s)
-            forward.compute(self.time.pass_s)
+                earlier_chunk = self._time.places[model_chunk - 1]
+                forward.compute((self._pp - 1) * self._pass_s(earlier_chunk, 0) + self._pp * self._time.hop.seconds)
+            forward.compute(self._time.pass_s)
             for place in places:
-                module, awaited = self.time.modules[place], list[int]()
+                module, awaited = self._time.modules[place], list[int]()
                 for index in chunks_of_module.get(place, ()):
                     gather(index, [forward.now(), *awaited])
                     awaited.append(tasks[index])
@@ -216,14 +149,12 @@ class _StageClock:
                 if awaited:
                     forward.wait(awaited)
                 forward.compute(module.forward_s, module.moves[0])
-            ends.append((forward.now(), forward.computed_s))
-        times = forward.run(self._units)
-        late_s = [times[task].end - computed_s - earlier_s for task, computed_s in ends]
-        return late_s[-1], late_s[0]
+        end = forward.now()
+        return max(0.0, forward.run(self._units)[end].end - forward.computed_s)
 
     def _pass_s(self, places: range, direction: Literal[0, 1]) -> float:
         """Returns the seconds of the forward (0) or backward (1) pass through the model chunk at `places`."""
-        return self.time.passes[self.time.places.index(places)][direction]
+        return self._time.passes[self._time.places.index(places)][direction]
 
 
 class _Pass:

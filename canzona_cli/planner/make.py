@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import product
 from types import MappingProxyType
 from typing import Final
 
@@ -85,11 +84,9 @@ def settings(config: RunConfig) -> PlanSettings:
     engine = config.engine
     requested = PlanSettings(
         strategy=engine.strategy if engine.strategy in PLANNED else "canzona",
-        layout=engine.layout,
         splitting=engine.splitting,
-        alpha=engine.alpha,
+        alpha=engine.alpha if engine.strategy == "paper" else 1.0,
         c_max_bytes=None if engine.c_max_mib is None else int(engine.c_max_mib * (1 << 20)),
-        grouping=engine.grouping,
         reduction=engine.reduction,
         exchange_dtype=engine.exchange_dtype,
         mode=engine.mode,
@@ -239,20 +236,11 @@ def make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None = No
 @lru_cache(maxsize=8)
 def _make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None) -> Plan:
     config, _ = plannable(config)
-    engine = config.engine
-    # In mode auto, plans without shared matrices are tried too: only the buffers of shared matrices may be too
-    # large.
-    hosted = replace(config, engine=replace(engine, mode="hosted"))
-    limits = sorted({capacity(config) - headroom(config), capacity(config)})
-    for limit, run in product(limits, (config, hosted) if engine.mode == "auto" else (config,)):
-        for plan in _attempts(run, layout, shapes, limit):
-            memory = plan_memory(run, layout, plan)
-            if memory.total > limit:
-                continue
-            if run is config:
+    for limit in sorted({capacity(config) - headroom(config), capacity(config)}):
+        for plan in _attempts(config, layout, shapes, limit):
+            memory = plan_memory(config, layout, plan)
+            if memory.total <= limit:
                 return plan
-            bounds = _prices(config, layout, shapes).bounds
-            return replace(plan, subject=subject(config, layout, shapes), lower_bounds=bounds)
     raise DoesNotFit(
         Problem(
             key="gpus",
@@ -267,7 +255,8 @@ def _make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None) ->
 
 
 def _attempts(config: RunConfig, layout: Layout, shapes: ModelShapes | None, limit: int) -> Iterator[Plan]:
-    """Yields plans from the fastest to the one that needs the least memory.
+    """Yields plans from the fastest to the one that needs the least memory. In mode auto, plans without shared matrices
+    follow, because only the buffers of shared matrices may be too large.
 
     Args:
         limit: the bytes of one GPU that the run may use.
@@ -287,6 +276,11 @@ def _attempts(config: RunConfig, layout: Layout, shapes: ModelShapes | None, lim
             if c_max < _most_received(plan):  # otherwise the plan would be the same
                 plan = attempt(config, layout, shapes, memory_cap, c_max)
                 yield from _with_and_without_rings(plan)
+    prices = _prices(config, layout, shapes)
+    if config.engine.mode == "auto" and prices.possible:
+        hosted = replace(config, engine=replace(config.engine, mode="hosted"))
+        for plan in _attempts(hosted, layout, shapes, limit):
+            yield replace(plan, subject=subject(config, layout, shapes), lower_bounds=prices.bounds)
 
 
 def plan_unbounded(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Plan:

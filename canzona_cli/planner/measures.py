@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal
 
 from canzona_cli.config.schema import Form, Gathering, Layout, NewtonSchulzConfig, Reduction, RunConfig
 from canzona_cli.costs.buffers import stage_weights
@@ -98,9 +97,6 @@ class UpdateKind:
     """The seconds that every rank of the TP group takes for one shared matrix; 0 if none is shared."""
     form: Form | None
     """The form of the orthogonalisation; None if the optimizer does not orthogonalise."""
-    products: Literal["plain", "symmetric"]
-    """`symmetric` if the cost assumes symmetric kernels for matmuls with a symmetric result
-    (`cluster.symmetric_factor`)."""
     together: int
     """The largest number of matrices that a host updates at once, in batched matmuls; 1 if matrices are not
     batched."""
@@ -132,7 +128,6 @@ def kinds(config: RunConfig, plan: Plan) -> tuple[UpdateKind, ...]:
     error = None
     if isinstance(optimizer, NewtonSchulzConfig) and algorithm.ns_steps == 5:
         error = POLYNOMIAL_ERROR[optimizer.coefficients]
-    symmetric = orthogonal and algorithm.precision == "bf16" and config.cluster.symmetric_factor < 1
     described = []
     for (rows, cols, cost), count in sorted(counted.items(), key=lambda item: -item[1] * item[0][2]):
         shared = shared_costs.get((rows, cols), ())
@@ -146,7 +141,6 @@ def kinds(config: RunConfig, plan: Plan) -> tuple[UpdateKind, ...]:
                 shared=len(shared),
                 fragment_s=shared[0].each if shared else 0.0,
                 form=form_of(algorithm, rows, cols, config.cluster) if orthogonal else None,
-                products="symmetric" if symmetric and stack == 1 else "plain",
                 together=stack,
                 error=error,
             )

@@ -11,13 +11,11 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from canzona_cli.costs.sharing import HOSTED, SharedCost, SharedCosts
+from canzona_cli.costs.sharing import HOSTED, SharedCosts
 from canzona_cli.planner.bounds import packing_bound, simple_bound
 
 CLOSE_ENOUGH = 1e-3
 """The relative distance from the lower bound below which a packing is not improved further."""
-_EXCHANGES_PER_BIN = 4
-"""The largest number of exchanges (`_exchange`), per bin."""
 HALVINGS = 9
 """The number of heights that one search tries, between the lower bound and the best height so far."""
 NODES = 1500
@@ -47,11 +45,8 @@ def pack(costs: Sequence[float], bins: int) -> Packing:
     2. While the result is above its lower bound, bisect the height as MULTIFIT does (Coffman, Garey, Johnson
        1978), filling one bin after another as full as the remaining items allow (minimum bin slack; Gupta and
        Ho 1999).
-    3. Exchange items with the fullest bin.
 
-    With more than `SEARCHED` distinct costs, steps 2 and 3 are skipped. Without step 2, 17 of 72 plans of
-    Qwen3 (six sizes, 8 to 1024 GPUs, three optimizers) would be worse: the balance of 14B with Shampoo on 64
-    GPUs would be 1.061 instead of 1.032, that of 1.7B with Muon on 64 GPUs 1.042 instead of 1.026.
+    With more than `SEARCHED` distinct costs, step 2 is skipped.
     """
     classes = _Classes.of(costs)
     best = _largest_first(classes, bins)
@@ -78,8 +73,6 @@ def pack(costs: Sequence[float], bins: int) -> Packing:
             high = min(limit, _height(classes, best))
             if high <= bound * (1 + CLOSE_ENOUGH):
                 break
-    if _height(classes, best) > bound * (1 + CLOSE_ENOUGH):
-        best = _exchange(classes, best, bound)
     return Packing(bins=tuple(classes.hand_out(best)), height=_height(classes, best))
 
 
@@ -217,136 +210,25 @@ class _Filler:
         return False
 
 
-def _exchange(classes: _Classes, patterns: Sequence[Pattern], bound: float) -> list[Pattern]:
-    """Repeatedly pools the items of the fullest bin with those of another bin, and divides them between the
-    two bins anew. Stops when the fullest bin is close to `bound`, when no other bin helps, or after
-    `_EXCHANGES_PER_BIN` exchanges per bin."""
-    packed = list(patterns)
-    loads = [classes.load(pattern) for pattern in packed]
-    for _ in range(_EXCHANGES_PER_BIN * len(packed)):
-        top = max(range(len(packed)), key=lambda b: (loads[b], -b))
-        if loads[top] <= bound * (1 + CLOSE_ENOUGH):
-            break
-        seen: set[Pattern] = set()
-        for other in sorted(range(len(packed)), key=lambda b: (loads[b], b)):
-            if packed[other] in seen or loads[other] >= loads[top]:
-                continue
-            seen.add(packed[other])
-            pooled = [a + b for a, b in zip(packed[top], packed[other], strict=True)]
-            half = (loads[top] + loads[other]) / 2
-            # The two new bins have the same sum as before, so the split closest to half is the best.
-            first_half = _Filler(costs=classes.costs, counts=pooled, limit=half, enough=half).best()
-            if first_half is None:
-                continue
-            second_half = tuple(a - b for a, b in zip(pooled, first_half, strict=True))
-            if classes.load(second_half) < loads[top] * (1 - 1e-9):
-                packed[top], packed[other] = first_half, second_half
-                loads[top], loads[other] = classes.load(first_half), classes.load(second_half)
-                break
-        else:
-            break
-    return packed
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """The hosts of one owner's matrices: one row of the grid."""
-
-    hosts: tuple[int, ...]
-    """The TP rank of each matrix."""
-    shared: tuple[bool, ...]
-    """True for each matrix that is shared."""
-    height: float
-    """The seconds of the busiest host."""
-
-
 class HostPacker:
-    """The packer that chooses the hosts of an owner's matrices, and which of them are shared. Owners with the
-    same costs are packed only once.
+    """The packer that chooses the hosts of an owner's matrices. Owners with the same costs are packed only once.
 
     Args:
         costs: the cost of each matrix if one host updates it.
-        shared_costs: the costs of the matrices that may be shared, by index.
-        all_shared: True to share all these matrices; False to share as many as give the best balance.
+        shared_costs: the costs of the matrices that are shared, by index; these have host 0.
     """
 
-    def __init__(
-        self, costs: Sequence[float], tp: int, shared_costs: SharedCosts = HOSTED, *, all_shared: bool = False
-    ) -> None:
-        self._costs, self._tp = costs, tp
-        self._shared_costs, self._all_shared = shared_costs, all_shared
-        self._cache: dict[tuple[tuple[float, SharedCost | None], ...], tuple[Row, ...]] = {}
+    def __init__(self, costs: Sequence[float], tp: int, shared_costs: SharedCosts = HOSTED) -> None:
+        self._costs, self._tp, self._shared_costs = costs, tp, shared_costs
+        self._cache: dict[tuple[float, ...], tuple[int, ...]] = {}
 
-    def rows(self, matrices: Sequence[int]) -> list[Row]:
-        """Returns alternative rows for an owner, from the lowest height to the highest. Unless `all_shared`
-        is set, they include a row that shares nothing and a row that shares all matrices that may be shared.
-
-        Args:
-            matrices: the indices of the owner's matrices; each row's entries are in this order.
-        """
-        order, rows = self._look_up(matrices)
-        inverse = sorted(range(len(order)), key=order.__getitem__)
-        return [
-            Row(
-                hosts=tuple(row.hosts[place] for place in inverse),
-                shared=tuple(row.shared[place] for place in inverse),
-                height=row.height,
-            )
-            for row in rows
-        ]
-
-    def height(self, matrices: Sequence[int]) -> float:
-        """Returns the height of the lowest row for an owner's matrices, which is the seconds of the busiest
-        host; 0 without matrices."""
-        return self._look_up(matrices)[1][0].height if matrices else 0.0
-
-    def _look_up(self, matrices: Sequence[int]) -> tuple[list[int], tuple[Row, ...]]:
-        """Returns the places of the matrices in descending order of cost, and rows whose entries are in this
-        order."""
-        order = sorted(range(len(matrices)), key=lambda p: (-self._costs[matrices[p]], p))
-        key = tuple((self._costs[matrices[p]], self._shared_costs.get(matrices[p])) for p in order)
-        if key not in self._cache:
-            self._cache[key] = tuple(sorted(self._pack_rows(key), key=lambda row: (row.height, sum(row.shared))))
-        return order, self._cache[key]
-
-    def _pack_rows(self, items: Sequence[tuple[float, SharedCost | None]]) -> Iterator[Row]:
-        """Packs an owner's matrices; yields alternative rows. The costliest matrices are shared first, and a
-        quick estimate (largest first) chooses their number.
-
-        Args:
-            items: the cost of each matrix, descending, and its shared costs if it may be shared.
-        """
-        possible = [place for place, (_, cost) in enumerate(items) if cost is not None]
-        counts = [len(possible)]
-        if not self._all_shared:
-            counts = sorted({*range(min(len(possible), 2 * self._tp) + 1), len(possible)})
-
-        def divide(count: int) -> tuple[list[int], float]:
-            """Returns the places of the hosted matrices, and the seconds that every rank spends on
-            the shared matrices, if `count` matrices are shared."""
-            shared = set(possible[:count])
-            hosted = [place for place in range(len(items)) if place not in shared]
-            return hosted, sum(cost.each for place, (_, cost) in enumerate(items) if cost and place in shared)
-
-        def estimate(count: int) -> float:
-            """Estimates the height of the row that shares `count` matrices."""
-            hosted, shared_s = divide(count)
-            if not hosted:
-                return shared_s
-            classes = _Classes.of([items[place][0] for place in hosted])
-            return shared_s + _height(classes, _largest_first(classes, self._tp))
-
-        lowest = min(counts, key=estimate) if len(counts) > 1 else counts[0]
-        for count in dict.fromkeys((lowest, counts[0], counts[-1])):
-            hosted, shared_s = divide(count)
-            packing = pack([items[place][0] for place in hosted], self._tp) if hosted else None
-            hosts = [0] * len(items)
-            for host, members in enumerate(packing.bins if packing else ()):
-                for item in members:
-                    hosts[hosted[item]] = host
-            shared = set(possible[:count])
-            yield Row(
-                hosts=tuple(hosts),
-                shared=tuple(place in shared for place in range(len(items))),
-                height=shared_s + (packing.height if packing else 0.0),
-            )
+    def hosts(self, matrices: Sequence[int]) -> list[int]:
+        """Returns the host of each of an owner's matrices, which are given by index."""
+        hosted = [index for index in matrices if index not in self._shared_costs]
+        costs = tuple(self._costs[index] for index in hosted)
+        if costs not in self._cache:
+            bins = pack(costs, self._tp).bins if costs else ()
+            host_of = {item: host for host, items in enumerate(bins) for item in items}
+            self._cache[costs] = tuple(host_of[item] for item in range(len(costs)))
+        host_of_matrix = dict(zip(hosted, self._cache[costs], strict=True))
+        return [host_of_matrix.get(index, 0) for index in matrices]

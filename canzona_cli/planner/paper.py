@@ -22,7 +22,7 @@ from canzona_cli.planner.plan import PlanSettings
 
 def as_published(requested: PlanSettings) -> PlanSettings:
     """Returns the settings with fixed values for those that the paper's engine does not have."""
-    return replace(requested, strategy="paper", layout="contiguous", grouping="greedy", mode="hosted")
+    return replace(requested, strategy="paper", mode="hosted")
 
 
 def even_start(weights: Sequence[float], owners: int) -> list[int]:

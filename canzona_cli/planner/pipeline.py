@@ -191,17 +191,14 @@ class HostedPipeline:
         """The bytes of memory traffic to unpack a gradient element after its exchange."""
         return self.grad + FP32
 
-    def seconds(
-        self, groups: Sequence[Sequence[Job]], cache: "Loads | None" = None, experts_s: Sequence[float] = ()
-    ) -> float:
+    def seconds(self, groups: Sequence[Sequence[Job]], experts_s: Sequence[float] = ()) -> float:
         """Returns the seconds that an owner's groups take in the given order, excluding norm, clip and AdamW.
 
         Args:
-            cache: a cache of the loads of groups of the same jobs; new loads are added.
             experts_s: see `run`.
         """
         clock = Clock(self.tp, self.norm_s)
-        self.run(groups, clock, cache, experts_s)
+        self.run(groups, clock, experts_s)
         return max(clock.now) - self.norm_s
 
     @property
@@ -227,16 +224,11 @@ class HostedPipeline:
         return self.updating * seconds + self.host_store * elements * self.byte_s
 
     def run[Moment](
-        self,
-        groups: Sequence[Sequence[Job]],
-        ranks: Pipeline[Moment],
-        cache: "Loads | None" = None,
-        experts_s: Sequence[float] = (),
+        self, groups: Sequence[Sequence[Job]], ranks: Pipeline[Moment], experts_s: Sequence[float] = ()
     ) -> None:
         """Passes the work of an owner's micro-groups, and then of its shared matrices, to `ranks` in order.
 
         Args:
-            cache: see `seconds`.
             experts_s: the seconds for which each host updates its experts, before all other updates.
         """
         if self.tp == 1 or not groups:
@@ -246,10 +238,7 @@ class HostedPipeline:
                 for job in group:
                     ranks.work(0, "matrix_update", self.each_alone(job.seconds, job.matrix.elements))
             return
-        loads = [
-            self._load([job for job in group if job.shared_cost is None], {} if cache is None else cache)
-            for group in groups
-        ]
+        loads = [self.new_load([job for job in group if job.shared_cost is None]) for group in groups]
         exchanged: dict[int, Moment] = {}
         for position, (group_index, stage) in enumerate(order(len(loads))):
             if position == entries_before_norm(len(loads)):
@@ -282,13 +271,6 @@ class HostedPipeline:
                 transfer = transfers[min(jobs[index].matrix.shape)][part]
                 needed_by = part + 1 + following[part].overlapped_parts
                 awaited[index, needed_by].append(ranks.exchange(transfer.scaled(self.exchanging)))
-
-    def _load(self, group: Sequence[Job], cache: "Loads") -> "Load":
-        """Returns the load of a micro-group of hosted matrices, from `cache` or newly computed."""
-        key = tuple(job.matrix.index for job in group)
-        if key not in cache:
-            cache[key] = self.new_load(group)
-        return cache[key]
 
     def new_load(self, group: Sequence[Job]) -> "Load":
         """Computes the load of a micro-group of hosted matrices."""
@@ -363,11 +345,6 @@ class Load:
     """The (activity, seconds) of each host in each stage, in order: `work[stage][host]`."""
     exchanges: tuple[Transfer, ...]
     """The exchange after each stage except the last."""
-
-
-Loads = dict[tuple[int, ...], Load]
-"""A cache of loads, by the indices of the group's matrices. It is valid as long as jobs keep their hosts and
-shared costs."""
 
 
 def planning_config(config: RunConfig) -> RunConfig:

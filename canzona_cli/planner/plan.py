@@ -13,9 +13,7 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from canzona_cli.config.schema import (
-    BufferLayout,
     Gathering,
-    Grouping,
     Mesh,
     Mode,
     Precision,
@@ -27,7 +25,6 @@ from canzona_cli.costs.sharing import HOSTED, SharedCost, SharedCosts, shared_ex
 from canzona_cli.fields import CountOrZero, NotNegative, Seconds
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.optimizers.facts import Algorithm
-from canzona_cli.planner.families import expand_families, merge_families
 from canzona_cli.run.codec import parse
 
 Scalar = str | int | float | bool | None
@@ -152,13 +149,12 @@ class PlanSettings:
     """The planner's settings."""
 
     strategy: Strategy
-    layout: BufferLayout = "owner"
     splitting: Splitting = "split"
     alpha: float = 1.0
+    """The weight of the total over buckets in the paper's cuts; 1 for other strategies."""
     c_max_bytes: int | None = None
     """C_max, the largest number of bytes that a host receives in one fused exchange; None if the planner
     chooses it."""
-    grouping: Grouping = "auto"
     reduction: Reduction | None = None
     """The way in which all buckets are reduced; None if the planner chooses a way for each bucket."""
     exchange_dtype: Precision = "fp32"
@@ -202,7 +198,7 @@ class Subject:
         return {f"{part}.{name}": value for part, values in self.content().items() for name, value in values.items()}
 
 
-VERSION = 9
+VERSION = 10
 """The version of plan files. A change of their content or its meaning raises it; other versions are not
 read."""
 _CONTENT = ("version", "subject", "lower_bounds", "matrices", "buckets", "micro_groups")
@@ -283,24 +279,20 @@ class Plan:
         }
 
     def to_json(self, **extra: object) -> str:
-        """Returns the text of a plan file: the content in short form (`planner.families`), its hash, and
-        `extra`, which the hash does not cover.
+        """Returns the text of a plan file: the content, its hash, and `extra`, which the hash does not cover.
 
-        Every matrix, bucket and micro-group has a line, so that `diff` can compare two plans; the experts of
-        a layer share lines.
+        Every matrix, bucket and micro-group has a line, so that `diff` can compare two plans.
         """
-        return "{\n" + ",\n".join(_lines({"hash": self.hash, **merge_families(self.content()), **extra})) + "\n}\n"
+        return "{\n" + ",\n".join(_lines({"hash": self.hash, **self.content(), **extra})) + "\n}\n"
 
     @classmethod
     def from_content(cls, content: Mapping[str, object]) -> "Plan":
-        """Makes a plan from its content, which was read from a file or received from another rank, in short
-        or full form.
+        """Makes a plan from its content, which was read from a file or received from another rank.
 
         Raises:
             ValueError: an entry is missing, unknown or of a wrong type, or the plan is inconsistent (see
                 `_check`).
         """
-        content = expand_families(content)
         parsed = parse(_Content, content)
         plan = cls(
             version=parsed.version,
@@ -341,8 +333,7 @@ class PlanKey(NamedTuple):
 
 
 def content_hash(content: Mapping[str, object]) -> str:
-    """Computes the hash of a plan file's content in full form (see `expand_families`); ignores entries that
-    the hash does not cover."""
+    """Computes the hash of a plan file's content; ignores entries that the hash does not cover."""
     return _digest({name: content[name] for name in _CONTENT if name in content})
 
 
@@ -381,7 +372,7 @@ class _MatrixEntry(Matrix):
     host: CountOrZero
     execution: Mode
     fragment: tuple[Seconds, ...] = ()
-    """The seconds of `Share.fragment` if the matrix is shared, otherwise empty."""
+    """The seconds of `SharedCost.fragment` if the matrix is shared, otherwise empty."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,6 @@ from canzona_cli.config.schema import Execution, Layout, RunConfig
 from canzona_cli.costs.sharing import shared_costs
 from canzona_cli.costs.update import update_costs
 from canzona_cli.errors import ConfigError, Problem
-from canzona_cli.planner.families import expand_families
 from canzona_cli.planner.make import make_plan, planned_matrices, subject
 from canzona_cli.planner.plan import VERSION, Plan, Subject, content_hash
 
@@ -148,10 +147,6 @@ def read_plan(path: Path) -> Plan:
         raise _refused(path, "is not a plan made by canzona", _MAKE_ANEW)
     if content["version"] != VERSION:
         raise _refused(path, f"has version {content['version']}, but this canzona reads version {VERSION}", _MAKE_ANEW)
-    try:
-        content = expand_families(content)
-    except ValueError as error:
-        raise _refused(path, f"is damaged: {error}", _MAKE_ANEW) from None
     claimed, actual = content.get("hash"), content_hash(content)
     if claimed != actual:
         short = f"{claimed}"[:8]

@@ -1,6 +1,5 @@
 """The problem of assigning the matrices of a pipeline stage to cells, and a solution."""
 
-from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,9 +27,7 @@ class PoolProblem:
     costs: Sequence[float]
     """The seconds that a host takes to update each matrix alone; with strategy paper, its elements."""
     shared_costs: SharedCosts
-    """The costs of the matrices that may be shared, by index."""
-    all_shared: bool
-    """True if all matrices in `shared_costs` must be shared."""
+    """The costs of the matrices that are shared, by index."""
     buckets: Sequence[Sequence[Parameter]]
     mesh: Mesh
 
@@ -56,20 +53,13 @@ class PoolProblem:
         return {part.unit: part.matrices for parameter in parameters for part in parameter.parts}
 
     @cached_property
-    def summed_costs(self) -> list[float]:
-        """The update seconds of each matrix, summed over the ranks of a TP group, if all matrices in
-        `shared_costs` are shared."""
-        sums = {index: self.tp * shared_cost.each for index, shared_cost in self.shared_costs.items()}
-        return [sums.get(index, cost) for index, cost in enumerate(self.costs)]
-
-    @cached_property
     def bound(self) -> float:
         """The lower bound on the update seconds of the stage's busiest cell."""
         return stage_bound(self.matrices, self.costs, self.pool.stage, self.mesh, self.shared_costs)
 
     @cached_property
     def packer(self) -> HostPacker:
-        return HostPacker(self.costs, self.tp, self.shared_costs, all_shared=self.all_shared)
+        return HostPacker(self.costs, self.tp, self.shared_costs)
 
     @cached_property
     def kinds(self) -> dict[int, Hashable]:
@@ -90,27 +80,6 @@ class PoolProblem:
         for unit, owner in owners.items():
             by_owner[owner] += self.units[unit]
         return [sorted(matrices) for matrices in by_owner]
-
-    def height(self, owners: Owners) -> float:
-        """Packs every owner's matrices onto its hosts and returns the seconds of the busiest cell."""
-        return max(self.packer.height(matrices) for matrices in self.matrices_of_owners(owners))
-
-    def communication(self, placement: "Placement") -> float:
-        """Measures the time to communicate the pool's buckets, in elements: adds up the elements of each
-        bucket's fullest owner."""
-        total = 0
-        for parts in self.parts:
-            elements: Counter[int] = Counter()
-            for part in parts:
-                index = part.matrices[0]  # all matrices of a part have the same owner
-                elements[placement.cells[index].reducing_rank(self.matrices[index], self.mesh)] += part.elements
-            total += max(elements.values())
-        return float(total)
-
-    def least_communication(self) -> float:
-        """Returns a lower bound on `communication` for every assignment."""
-        buckets = [[part.elements for part in parts] for parts in self.parts]
-        return sum(max(sum(sizes) / self.owners, max(sizes)) for sizes in buckets)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,88 +6,13 @@ owners have equal shares.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 
 from canzona_cli.config.schema import Mesh
-from canzona_cli.costs.sharing import SharedCost
 from canzona_cli.model.matrices import Matrix
-from canzona_cli.planner.buckets import Parameter, Part, owner_of, pool_buckets, pools
-from canzona_cli.planner.plan import Assignment, Cell
-
-Seat = tuple[tuple[Cell, SharedCost | None], ...]
-"""The place of a unit: the cell of each of its matrices, and the matrix's costs if it is shared."""
-
-
-def concentrate_owners(
-    matrices: Sequence[Matrix],
-    costs: Sequence[float],
-    assignment: Assignment,
-    layout: Mesh,
-    bucket_elements: int | None,
-) -> Assignment:
-    """Exchanges units of the same kind between cells so that buckets have few owners. The last bucket of a
-    pool is the first to choose its owners.
-
-    Every cell keeps its number of units of each kind, so its updates take as long as before.
-    """
-    cells, shared_costs = list(assignment.cells), dict(assignment.shared_costs)
-
-    kinds: dict[Hashable, int] = {}
-    kind_of: dict[tuple[int, ...], int] = {}
-    """The number of each part's kind, by the part's matrices. Parts of the same kind can be exchanged."""
-
-    def kind(part: Part) -> int:
-        """Returns the number of the part's kind."""
-        if part.matrices not in kind_of:
-            members = [matrices[index] for index in part.matrices]
-            key = tuple(
-                (costs[m.index], m.rows, m.cols, m.shard_dim, m.home, m.index in assignment.shared_costs)
-                for m in members
-            )
-            kind_of[part.matrices] = kinds.setdefault(key, len(kinds))
-        return kind_of[part.matrices]
-
-    for pool in pools(matrices):
-        buckets = [
-            [part for parameter in bucket for part in parameter.parts]
-            for bucket in pool_buckets(matrices, pool, layout, bucket_elements)
-        ]
-        free: dict[Hashable, dict[int, list[Seat]]] = defaultdict(dict)
-        for part in (part for bucket in buckets for part in bucket):
-            seat = tuple((assignment.cells[index], assignment.shared_costs.get(index)) for index in part.matrices)
-            free[kind(part)].setdefault(owner_of(part, matrices, assignment, layout), []).append(seat)
-        for bucket in reversed(buckets):
-            for part, seat in _seat_parts(bucket, kind, free):
-                for index, (cell, shared_cost) in zip(part.matrices, seat, strict=True):
-                    cells[index] = cell
-                    if shared_cost is not None:
-                        shared_costs[index] = shared_cost
-    return Assignment(cells=tuple(cells), shared_costs=MappingProxyType(dict(sorted(shared_costs.items()))))
-
-
-def _seat_parts(
-    bucket: Sequence[Part], kind_of: Callable[[Part], Hashable], free: Mapping[Hashable, dict[int, list[Seat]]]
-) -> Iterator[tuple[Part, Seat]]:
-    """Assigns a seat to each part of a bucket so that few owners get parts; yields (part, seat).
-
-    Args:
-        free: the free seats, by kind and owner. Assigned seats are removed.
-    """
-    parts_by_kind: dict[Hashable, list[Part]] = defaultdict(list)
-    for part in bucket:
-        parts_by_kind[kind_of(part)].append(part)
-    while parts_by_kind:
-        owner = _most_useful(parts_by_kind, free)
-        for kind in [kind for kind in parts_by_kind if owner in free[kind]]:
-            parts, seats = parts_by_kind[kind], free[kind][owner]
-            while parts and seats:
-                yield parts.pop(), seats.pop()
-            if not seats:
-                del free[kind][owner]
-            if not parts:
-                del parts_by_kind[kind]
+from canzona_cli.planner.buckets import Parameter, Part, pool_buckets, pools
+from canzona_cli.planner.plan import Assignment
 
 
 def renumber_owners(
@@ -121,23 +46,6 @@ def renumber_owners(
         for matrix, cell in zip(matrices, assignment.cells, strict=True)
     )
     return replace(assignment, cells=cells)
-
-
-def _most_useful(
-    parts_by_kind: Mapping[Hashable, Sequence[Part]], free: Mapping[Hashable, Mapping[int, Sequence[Seat]]]
-) -> int:
-    """Returns the owner that can take the most elements of a bucket's unassigned parts; if several can, the
-    owner with the lowest number.
-
-    Args:
-        parts_by_kind: the unassigned parts.
-        free: the free seats, by kind and owner.
-    """
-    taken_elements: dict[int, int] = defaultdict(int)
-    for kind, parts in parts_by_kind.items():
-        for owner, seats in free[kind].items():
-            taken_elements[owner] += min(len(parts), len(seats)) * parts[0].elements
-    return min(taken_elements, key=lambda owner: (-taken_elements[owner], owner))
 
 
 def spread_bytes(

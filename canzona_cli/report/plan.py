@@ -113,7 +113,8 @@ class PlanView(Page):
         yield "matrices", self._matrices()
         if updates := self._updates():
             yield "updates", updates
-        order = f"{settings.layout} layout, alpha {settings.alpha:g}" if settings.strategy != "asc" else "in order"
+        orders: dict[str, str] = {"asc": "in order", "paper": f"in order, alpha {settings.alpha:g}"}
+        order = orders.get(settings.strategy, "by owner")
         grid = f"{plural(mesh.owners, 'owner')} × {plural(mesh.tp, 'host')}"
         shared_count = len(plan.assignment.shared_costs)
         shared = f"; {shared_count:,} matrices shared by TP groups" if shared_count else ""
@@ -122,7 +123,7 @@ class PlanView(Page):
         yield "assignment", f"{settings.strategy}: {order}; grid of {grid}{shared}"
         yield from self._update_rows()
         group_elements = (sum(plan.matrices[index].elements for index in group.matrices) for group in plan.groups)
-        groups = f"{plural(len(plan.groups), 'micro-group')} ({settings.grouping})"
+        groups = f"{plural(len(plan.groups), 'micro-group')}"
         padding = f"{len(plan.buckets)}, {100 * communication.padding_fraction:.1f}% padding"
         yield "buckets", f"{padding}; {groups}, up to {count(max(group_elements, default=0))} elements each"
         reduced = f"{traffic(communication.dp_reduce_bytes)} of gradients reduced"
@@ -158,11 +159,6 @@ class PlanView(Page):
         )
         slowest, mean = step_time(balance.slowest_s), step_time(balance.mean_s)
         yield "busiest rank", f"{balance.slowest.describe(mesh)}: {slowest} (mean {mean})"
-        if mesh.tp > 1:
-            exchanges = study.updates
-            bound = f"any assignment takes at least {step_time(exchanges.least)}"
-            gap = f"this plan is {_gap_text(exchanges.gap)}"
-            yield "exchanges", f"updates take {step_time(exchanges.seconds)} with exchanges; {bound}, and {gap}"
         if study.refreshes is not None:
             refreshes, mean_s = study.refreshes, study.planned.result.iteration_s
             spreading = "spread" if study.plan.subject.optimizer.spread else "not spread"
@@ -199,7 +195,7 @@ class PlanView(Page):
 
     def _updates(self) -> str:
         """Describes how each shape is orthogonalised, such as `192 of 25,600 × 5,120: gram, 14.8 ms each;
-        ...; all with plain matmuls; expected RMS error of the singular values: 0.017`; empty for optimizers
+        ...; expected RMS error of the singular values: 0.017`; empty for optimizers
         without orthogonalisation."""
         shapes_updated = kinds(self.study.config, self.study.plan)
         if shapes_updated[0].form is None:
@@ -209,10 +205,9 @@ class PlanView(Page):
             f"{f', in stacks of {kind.together}' if kind.together > 1 else ''}{_shared(kind)}"
             for kind in shapes_updated
         )
-        matmuls = " and ".join(dict.fromkeys(kind.products for kind in shapes_updated))
         error = shapes_updated[0].error
         expected = "" if error is None else f"; expected RMS error of the singular values: {error:g}"
-        return f"{shapes}; all with {matmuls} matmuls{expected}"
+        return f"{shapes}{expected}"
 
     def _file_text(self) -> str:
         plan = self.study.plan
@@ -333,13 +328,10 @@ def variants(study: Study, screen: Screen) -> Iterator[RenderableType]:
     """Yields a table that compares plans of the same run with other values of a setting."""
     yield section_head("Alternatives", f" to this plan, strategy {study.strategy}")
     heads = ("balance", "bound", "bytes", "padding", "optimizer", "iteration", "GiB")
-    planned = (f"alpha {study.config.engine.alpha:g}", getattr(study.config.optimizer, "form", ""))
-    names = [variant.name + " *" * (variant.name in planned) for variant in study.variants]
+    planned = getattr(study.config.optimizer, "form", "")
+    names = [variant.name + " *" * (variant.name == planned) for variant in study.variants]
     yield rows_table(heads, zip(names, map(_variant_cells, study.variants), strict=True))
     yield note("*: this plan; balance: update time of the slowest rank over the mean; bytes: peak over mean per owner")
-    if names[0].startswith("alpha"):
-        default = "1, the default, because transfers mostly overlap with computation"
-        yield note(f"alpha: from even update times only ({default}) to even bytes only (0)")
 
 
 def _variant_cells(variant: Variant) -> tuple[str, ...]:

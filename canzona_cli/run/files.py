@@ -43,8 +43,6 @@ class RunFiles:
         """The plan that the run executes; absent for strategies other than canzona, paper and asc."""
         self.routing = root / "routing.json"
         """The parameters that the optimizer updates as matrices, and the parameters that AdamW updates."""
-        self.kernels = root / "kernels.json"
-        """The kernels chosen for matmuls with a symmetric result."""
         self.command = root / "command.txt"
         self.environment = root / "environment.json"
         self.metrics = root / "metrics.jsonl"

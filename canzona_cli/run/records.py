@@ -336,48 +336,6 @@ def read_evaluation(files: RunFiles) -> Evaluation:
     return load(evaluation_file(files), Evaluation, key="evaluation.json", fix="evaluate again")
 
 
-PLAIN: Final = "plain"
-"""The kernel for general matmuls: cuBLAS, or oneDNN on CPUs."""
-STRIPS: Final = "strips"
-"""The CPU kernel that computes only the lower triangle, in strips of rows, and mirrors it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class KernelTrial:
-    """The trial of one kernel on one matmul shape, at the start of the run."""
-
-    kernel: str
-    seconds: float | None = None
-    """The seconds of a matmul on the slowest rank; None if the kernel could not be used."""
-    refused: str = ""
-    """The reason why the kernel was not chosen; empty for the chosen kernel."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class KernelChoice:
-    """The kernel that multiplies a (side, long) matrix by a (long, side) matrix."""
-
-    side: int
-    long: int
-    dtype: Literal["bf16", "fp16"] = "bf16"
-    kernel: str
-    trials: tuple[KernelTrial, ...] = ()
-    """The trials; empty on CPUs, where no trial is needed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kernels:
-    """The contents of kernels.json: the kernel for each matmul shape that updates do not compute in batches,
-    smallest shape first."""
-
-    VERSION: ClassVar[int] = 1
-
-    choices: tuple[KernelChoice, ...] = ()
-    no_graphs: str = ""
-    """The reason why a rank does not replay its updates as CUDA graphs; empty if all ranks can, or if graphs
-    are not requested."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RankTimeline:
     """The contents of timeline/rank-NNNNN.json."""

@@ -27,7 +27,6 @@ from canzona_cli.costs.memory import capacity, estimate
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.model.shapes import ModelShapes
-from canzona_cli.planner.least import Updates, updates
 from canzona_cli.planner.make import make_plan, plan_unbounded
 from canzona_cli.planner.measures import Balance, Communication, balance, communication, kinds
 from canzona_cli.planner.memory import PlanMemory, plan_memory
@@ -42,8 +41,7 @@ from canzona_cli.simulate.update import UpdateModel, Workload
 
 STRATEGIES = (phases.STRATEGIES[-1], *phases.STRATEGIES[:-1])
 """The strategies in the order of the tables. AdamW comes first, because the others are compared with it."""
-Comparison = Literal["strategies", "alpha", "form"]
-ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
+Comparison = Literal["strategies", "form"]
 FORMS: tuple[Literal["auto"] | Form, ...] = ("standard", "gram", "auto")
 VERSION = 3
 """The version of the output of `--json`. Adding a key does not change the version."""
@@ -93,7 +91,7 @@ class Study:
     assumptions: tuple[str, ...]
     planning_s: float
     variants: tuple[Variant, ...] = ()
-    """The plans of `--compare alpha` or `--compare form`."""
+    """The plans of `--compare form`."""
     shapes: ModelShapes | None = None
     """The user's shapes if these were planned instead of `config.model`."""
 
@@ -155,11 +153,6 @@ class Study:
         return flex_speedup(self.config, self.layout)
 
     @cached_property
-    def updates(self) -> Updates:
-        """The time of the slowest owner's updates and exchanges, with its lower bound."""
-        return updates(self.config, self.layout, self.plan)
-
-    @cached_property
     def refreshes(self) -> Refreshes | None:
         """The update times in a refresh period under the plan; None for optimizers that do not refresh."""
         if not isinstance(self.config.optimizer, KroneckerConfig):
@@ -209,8 +202,6 @@ class Study:
                 **balanced,
                 "gap": self.balance.gap,
                 "slowest_rank": self.balance.slowest.rank,
-                "with_exchanges_s": self.updates.seconds,
-                "least_with_exchanges_s": self.updates.least,
             },
             "memory": {
                 "per_gpu_bytes": {**self.memory.parts, "total": self.memory.total},
@@ -276,7 +267,7 @@ def study_run(
         config: the resolved configuration (`cluster.fit.resolve`), with a strategy that has a plan
             (`planner.make.plannable`).
         layout: the resolved layout.
-        compare: `alpha` or `form` to plan the run also with other values of this setting. The strategies are
+        compare: `form` to plan the run also with Muon's other forms. The strategies are
             always compared.
         shapes: the user's shapes, which are planned instead of `config.model`; `config` is then the result of
             `with_shapes`.
@@ -387,11 +378,9 @@ def _layerwise_loads(config: RunConfig, layout: Layout, workload: Workload, stag
 def _variants(
     config: RunConfig, layout: Layout, shapes: ModelShapes | None, plan: Plan, compare: Comparison | None
 ) -> Iterator[Variant]:
-    engine, optimizer = config.engine, config.optimizer
+    optimizer = config.optimizer
     runs: dict[str, RunConfig] = {}
-    if compare == "alpha":
-        runs = {f"alpha {alpha:g}": replace(config, engine=replace(engine, alpha=alpha)) for alpha in ALPHAS}
-    elif compare == "form":
+    if compare == "form":
         if not isinstance(optimizer, MomentumConfig):
             reason = f"optimizer={optimizer.name} has no forms to compare"
             raise ConfigError(Problem(key="--compare", value="form", reason=reason, fix="use optimizer=muon"))

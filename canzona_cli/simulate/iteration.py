@@ -110,8 +110,6 @@ class IterationTimeline:
                     self._gather_chunk(stage, model_chunk)
         self._sent: dict[_Message, int] = {}
         """The task that sends each message."""
-        self._posted: dict[_Message, int] = {}
-        """The task after which the receiver of each message has posted its receive."""
         self._unawaited: list[int | None] = [None] * len(stages)
         """The task of each stage that sends a message for which the rank has not waited yet; None if there is
         no such task. The rank waits for it when it next sends a message without waiting, and after its last
@@ -173,16 +171,11 @@ class IterationTimeline:
         """Adds every stage's passes in the order of its 1F1B schedule. Each pass is added after the pass
         whose output it needs."""
         schedules = [_one_f_one_b(self._layout, stage) for stage in range(self._layout.pp)]
-        receives = [_receives(steps, together=self._layout.vpp > 1) for steps in schedules]
-        for stage, receives_of_stage in enumerate(receives):
-            self._post_receives(stage, receives_of_stage.get((-1, True), ()))
         passes_added = [0] * len(schedules)
         while any(count < len(steps) for count, steps in zip(passes_added, schedules, strict=True)):
-            for stage, (steps, receives_of_stage) in enumerate(zip(schedules, receives, strict=True)):
+            for stage, steps in enumerate(schedules):
                 while passes_added[stage] < len(steps) and self._arrived(stage, steps[passes_added[stage]]):
-                    index = passes_added[stage]
-                    self._pass(stage, steps[index], receives_of_stage.get((index, False), ()))
-                    self._post_receives(stage, receives_of_stage.get((index, True), ()))
+                    self._pass(stage, steps[passes_added[stage]])
                     passes_added[stage] += 1
         for stage, send in enumerate(self._unawaited):
             if send is not None:
@@ -193,29 +186,14 @@ class IterationTimeline:
         source = self._source(stage, step)
         return source is None or (step.direction, source, step.micro) in self._sent
 
-    def _post_receives(self, stage: int, steps: Sequence[_Pass]) -> None:
-        """Posts the rank's receives for the inputs of these passes. A message is sent only after its receive
-        has been posted."""
-        for step in steps:
-            source = self._source(stage, step)
-            if source is not None:
-                message = step.direction, source, step.micro
-                self._posted[message] = self._last_tasks[stage]
-                if message in self._sent:
-                    self._timeline.add_dependency(self._sent[message], self._last_tasks[stage])
-
     def _source(self, stage: int, step: _Pass) -> int | None:
         """Returns the index in the whole model of the model chunk whose output a pass needs; None at the ends
         of the model."""
         model_chunk = step.chunk * self._layout.pp + stage + (-1 if step.direction == "forward" else 1)
         return model_chunk if 0 <= model_chunk < self._layout.pp * self._layout.vpp else None
 
-    def _pass(self, stage: int, step: _Pass, receiving: Sequence[_Pass]) -> None:
-        """Adds the tasks of a pass, in this order: receive, gatherings, computation, send.
-
-        Args:
-            receiving: the passes whose receives are posted together with the send of this pass.
-        """
+    def _pass(self, stage: int, step: _Pass) -> None:
+        """Adds the tasks of a pass, in this order: receive, gatherings, computation, send."""
         time, layout, direction = self._stages[stage].time, self._layout, step.direction
         is_first = direction == "forward" and step.micro == 0
         is_last = direction == "backward" and step.micro == layout.num_microbatches - 1
@@ -236,11 +214,9 @@ class IterationTimeline:
                 self._work(stage, direction, time.computed[step.chunk][index], time.moves[step.chunk][index])
             else:
                 self._compute_task(stage, direction, time.passes[step.chunk][index])
-        self._post_receives(stage, receiving)
         model_chunk = step.chunk * layout.pp + stage
         if model_chunk != (layout.pp * layout.vpp - 1 if direction == "forward" else 0):
             message = direction, model_chunk, step.micro
-            posted = [self._posted[message]] if message in self._posted else []
             send = self._timeline.add(
                 "pipeline",
                 ("send", stage, direction),
@@ -248,7 +224,7 @@ class IterationTimeline:
                 link=(stage, time.hop.link),
                 link_s=time.hop.link_s,
                 cores=time.hop.cores * self._layout.owners * layout.tp,
-                after=[self._last_tasks[stage], *posted],
+                after=[self._last_tasks[stage]],
             )
             self._sent[message] = send
             awaited: int | None = send
@@ -366,30 +342,6 @@ class IterationTimeline:
             if held_by is not None:
                 yield True, held_by, times.ready, times.start
             yield False, phase, times.start, times.end
-
-
-def _receives(steps: Sequence[_Pass], *, together: bool) -> dict[tuple[int, bool], list[_Pass]]:
-    """Groups passes by the moment at which the rank posts the receives of their inputs.
-
-    Keys are (index of an earlier pass, after): receives are posted after the send of this pass if `after` is
-    True, otherwise together with it. Index -1 means before the first pass.
-
-    Receives are posted one pass early. With one model chunk per stage, one call in Megatron sends to a
-    neighbour and receives from the same neighbour. With several model chunks (`together`), one call sends the
-    output of the previous pass in the same direction and receives from the other neighbour.
-    """
-    passes: dict[tuple[int, bool], list[_Pass]] = {}
-    last_of_direction: dict[Direction, int] = {}
-    for index, step in enumerate(steps):
-        if not together:
-            moment = index - 1, index == 0 or steps[index - 1].direction == step.direction
-        elif step.direction in last_of_direction:
-            moment = last_of_direction[step.direction], False
-        else:
-            moment = index - 1, True
-        passes.setdefault(moment, []).append(step)
-        last_of_direction[step.direction] = index
-    return passes
 
 
 def _one_f_one_b(layout: Layout, stage: int) -> list[_Pass]:

@@ -159,7 +159,7 @@ class UpdateModel:
     ) -> None:
         """Runs an owner's micro-groups on `ranks`."""
         jobs = [make_jobs(group.matrices, self._matrices, self._costs, assignment) for group in groups]
-        self.pipeline.run(jobs, ranks, experts_s=experts_s)
+        self.pipeline.run(jobs, ranks, experts_s)
 
     def run_unplanned[Moment](
         self, members: Sequence[int], ranks: Pipeline[Moment], experts_s: Sequence[float] = ()

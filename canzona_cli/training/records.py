@@ -26,7 +26,6 @@ from canzona_cli.run.records import (
     CheckpointEvent,
     Ending,
     Incident,
-    Kernels,
     Level,
     RankError,
     RankResult,
@@ -188,10 +187,6 @@ class Journal:
     def breakdown(self, breakdown: MeasuredBreakdown) -> None:
         self._save(self._files.breakdown, breakdown)
 
-    def kernels(self, kernels: Kernels) -> None:
-        if kernels != Kernels():
-            self._save(self._files.kernels, kernels)
-
     def _append(self, path: Path, line: Mapping[str, object]) -> None:
         """Adds a line to a file. If that fails, counts the lost line. Warns when lines begin to be lost, and when
         the file can be written again."""
@@ -210,7 +205,7 @@ class Journal:
             if lost_lines := self._down.pop(name, 0):
                 self._warn(f"{name} can be written again; {lost_lines} lines were lost")
 
-    def _save(self, path: Path, record: MeasuredBreakdown | Kernels) -> None:
+    def _save(self, path: Path, record: MeasuredBreakdown) -> None:
         if not self._writes:
             return
         try:

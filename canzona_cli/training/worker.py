@@ -25,7 +25,6 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     from canzona_cli.checkpoint.restore import restore, verify_together
     from canzona_cli.config.compose import load_resolved
     from canzona_cli.config.schema import Execution
-    from canzona_cli.engine.kernels import choose_kernels
     from canzona_cli.errors import Diverged, WorkerCrashed
     from canzona_cli.megatron import owner_bucket_group, parallel
     from canzona_cli.planner.plan_file import read_plan
@@ -53,12 +52,6 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     assumed = config.cluster.grouped_collectives
     if (contradiction := owner_bucket_group.find_contradiction(trainee.chunks, world, assumed=assumed)) is not None:
         journal.incident("grouping", detail=contradiction, level="warning")
-
-    def report_trial(shape: str) -> None:
-        record.heart.progress()
-        journal.incident("kernels", detail=f"trying kernels for symmetric matmuls of {shape}", level="info")
-
-    journal.kernels(choose_kernels(config, world.device, begin=report_trial))
 
     start = Start()
     saved_plan = None

@@ -15,8 +15,6 @@ from canzona_cli.calibrate.timing import Team
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.costs.update import algorithm_of, flops, seconds
-from canzona_cli.engine.kernels import choose_kernels
-from canzona_cli.run.records import KernelChoice
 from canzona_cli.run.statistics import Quartiles
 from gpu_parts.outcome import Comparison, Outcome, Setup
 
@@ -29,51 +27,12 @@ SMALL: Final = (256, 512)
 HEATED_S: Final = 20.0
 """The seconds of matrix products before an update is timed. The power limit lowers the clocks after about a second."""
 PRODUCT: Final = 8192
-LADDER_SIZES: Final = ("qwen3-0.6b", "qwen3-8b", "qwen3-32b")
-LADDER_S: Final = 20.0
-"""The longest accepted choice of kernels for a model size, in seconds, including their compilation."""
 
 
 def fast_path(setup: Setup, path: Compared) -> Outcome:
     """Compares updates with a fast path with updates without it."""
     check = compare(path, torch.device(setup.device))
     return Outcome(status="pass" if check.agrees else "short", summary=check.summary)
-
-
-def ladder(setup: Setup) -> Outcome:
-    """Measures how long the choice of kernels for symmetric products takes, first with and then without compiling
-    them."""
-    numbers: dict[str, object] = {}
-    slowest = 0.0
-    with lone_team(setup) as team:
-        for size in LADDER_SIZES if setup.device == "cuda" else ("qwen3-tiny",):
-            config = compose_run([f"recipe={size}", "optimizer=muon"]).config
-            times = []
-            for _ in range(2):
-                begun = time.perf_counter()
-                choices = choose_kernels(config, team.device).choices
-                times.append(time.perf_counter() - begun)
-            slowest = max(slowest, times[0])
-            numbers[size] = {"cold_s": times[0], "warm_s": times[1], "choices": [asdict(choice) for choice in choices]}
-            print_choices(choices)
-            summary = f"at most {slowest:.1f} s to compile and choose the kernels of a model size"
-            outcome = Outcome(status="pass" if slowest <= LADDER_S else "short", summary=summary, numbers=numbers)
-            setup.keep("ladder", outcome)
-    return outcome
-
-
-def print_choices(choices: Sequence[KernelChoice]) -> None:
-    """Prints the chosen kernel and the rates of all candidates, for each product."""
-    for choice in choices:
-        side, long = choice.side, choice.long
-        # Rates count the FLOPs of the full product, although symmetric kernels compute half of them.
-        rates = ", ".join(
-            f"{trial.kernel} {trial.refused}"
-            if trial.seconds is None
-            else f"{trial.kernel} {2 * side * side * long / trial.seconds / 1e12:.3g} TFLOP/s"
-            for trial in choice.trials
-        )
-        print(f"X X' of {side} x {long} in {choice.dtype}: {choice.kernel}{rates and f' of {rates}'}", flush=True)
 
 
 def hot(setup: Setup) -> Outcome:

@@ -146,14 +146,10 @@ def test_a_backend_that_may_not_wait_for_reductions_is_refused(monkeypatch: pyte
         assert backend_problem("0") is None is backend_problem(None)
 
 
-def test_the_doctor_knows_what_an_older_torch_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It asks the installed files, and imports nothing."""
-    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+def test_the_doctor_knows_what_an_older_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks for the version, and imports nothing."""
     monkeypatch.setattr(machine, "installed_version", lambda package: "2.11.0+cu130")
-    lacking = missing_torch_features()
-    assert [("QuACK" in text, "nccl2" in text) for text in lacking] == [(True, False), (False, True)]
-    (tmp_path / "_vendor" / "quack").mkdir(parents=True)
+    assert ["nccl2" in text for text in missing_torch_features()] == [True]
     monkeypatch.setattr(machine, "installed_version", lambda package: "2.15.0")
     assert missing_torch_features() == []
 

@@ -212,7 +212,7 @@ def test_out_names_another_place(tmp_path: Path) -> None:
     ("what", "words"),
     [
         ("strategies", ("Phases on the rank that finishes last", "parameter gathering")),
-        ("alpha", ("Alternatives", "alpha 0 ", "alpha 0.25", "alpha 1 *")),
+        ("form", ("Alternatives", "standard ", "gram ", "auto *")),
     ],
 )
 def test_compare_shows_the_comparison_alone(what: str, words: tuple[str, ...]) -> None:
@@ -308,11 +308,11 @@ def test_shapes_are_planned_in_place_of_a_model_with_experts(tmp_path: Path) -> 
         ((*SMALL, "--dry-run", "--shapes", "nowhere.yaml"), 2, ("nowhere.yaml",)),
         ((*SMALL, "--dry-run", "--out", "x.json"), 2, ("a dry run writes no plan",)),
         ((*SMALL, "--html", "plan.pdf"), 2, ("--html plan.html",)),
-        ((*SMALL, "--layouts", "--compare", "alpha", "--out", "plan.json"), 2, ("--compare", "--out")),
+        ((*SMALL, "--layouts", "--compare", "form", "--out", "plan.json"), 2, ("--compare", "--out")),
         ((*SMALL, "--out", "file/plan.json"), 3, ("file/plan.json",)),
         (("plan", "recipe=qwen3-32b", "gpus=4", "--dry-run"), 4, ("gpus=",)),
         (("plan",), 2, ("no recipe is given", "a plan of every size: canzona plan --dry-run")),
-        (("plan", "--dry-run", "--compare", "alpha"), 2, ("no recipe is given",)),
+        (("plan", "--dry-run", "--compare", "form"), 2, ("no recipe is given",)),
     ],
 )
 def test_bad_input_is_refused_with_a_way_out(

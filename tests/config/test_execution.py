@@ -43,7 +43,7 @@ def test_optimizer_and_strategy_decide(optimizer: OptimizerConfig, strategy: Str
 @pytest.mark.parametrize("strategy", ["canzona", "paper", "asc", "layerwise", "sc", "adamw"])
 def test_a_run_under_another_strategy_keeps_its_rates(strategy: AnyStrategy) -> None:
     run = sizes.run("tiny", 4, strategy="canzona")
-    run = replace(run, engine=replace(run.engine, layout="contiguous", reduction="ring", plan="a.json"))
+    run = replace(run, engine=replace(run.engine, mode="hosted", reduction="ring", plan="a.json"))
     changed = with_strategy(run, strategy)
     assert strategy_of(changed) == strategy
     assert (changed.optimizer.lr, changed.optimizer.beta2) == (run.optimizer.lr, run.optimizer.beta2)

@@ -73,17 +73,13 @@ def test_newton_schulz_flops_equal_a_counted_run(rows: int, cols: int, steps: in
 
 @pytest.mark.parametrize(("rows", "cols"), [(40, 200), (200, 40), (64, 64)])
 def test_five_steps_of_each_form_by_hand(rows: int, cols: int) -> None:
-    """The counts in units of u = 2 m^3, with r = n / m: standard 5 (2 r + 1), Gram 4 r + 14; with perfect kernels for
-    symmetric products 7.5 r + 2.5 and 3 r + 7."""
+    """The counts in units of u = 2 m^3, with r = n / m: standard 5 (2 r + 1), Gram 4 r + 14."""
     m, n = sorted((rows, cols))
     u, r = 2 * m**3, n / m
-    half = replace(IDEAL, matmul_tflops=((1, 700.0),), symmetric_factor=0.5)
-    for form, full, least in ((STANDARD, 5 * (2 * r + 1), 7.5 * r + 2.5), (GRAM, 4 * r + 14, 3 * r + 7)):
+    ideal = replace(IDEAL, matmul_tflops=((1, 700.0),))
+    for form, full in ((STANDARD, 5 * (2 * r + 1)), (GRAM, 4 * r + 14)):
         assert flops(form, rows, cols) == pytest.approx(full * u)
-        assert seconds(form, rows, cols, half) * 700e12 == pytest.approx(least * u)
-        # fp32 has no symmetric kernels
-        exact = replace(form, precision="fp32")
-        assert seconds(exact, rows, cols, half) == seconds(exact, rows, cols, replace(half, symmetric_factor=1.0))
+        assert seconds(form, rows, cols, ideal) * 700e12 == pytest.approx(full * u)
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(24, 56), (56, 24), (32, 32)])
@@ -105,8 +101,7 @@ def test_the_form_of_a_shape_is_the_one_that_takes_less() -> None:
         chosen = replace(auto, form=form_of(auto, *shape, H100))
         assert seconds(auto, *shape, H100) == seconds(chosen, *shape, H100) == period_seconds(auto, *shape, H100)[0]
         assert seconds(auto, *shape, H100) <= min(seconds(form, *shape, H100) for form in (STANDARD, GRAM)) / 0.98
-        theirs = replace(H100, symmetric_factor=0.5)
-        assert seconds(auto, *shape, theirs, "megatron") == seconds(STANDARD, *shape, H100, "megatron")
+        assert seconds(auto, *shape, H100, "megatron") == seconds(STANDARD, *shape, H100, "megatron")
 
 
 def test_on_cpus_half_precision_has_too_few_digits_for_the_gram_form() -> None:
@@ -354,13 +349,9 @@ def test_small_matrices_of_a_gpu_are_stacked_where_that_takes_less() -> None:
         assert seconds(auto, m, n, H100) == (together if count > 1 else alone)
         assert (together <= STACK_GAIN * alone) == (count > 1)
     launches = 5 * 5 * H100.launch_us * 1e-6
-    full = replace(H100, symmetric_factor=1.0)
-    apart, together_time = (update_time(replace(auto, stack=stack), 128, 5120, full) for stack in (False, True))
+    apart, together_time = (update_time(replace(auto, stack=stack), 128, 5120, H100) for stack in (False, True))
     assert apart.host_s - together_time.host_s == pytest.approx((1 - 1 / PRICED_STACK) * launches), "of Newton-Schulz"
     assert together_time.device_s < apart.device_s, "small products are slow"
-    # With perfect symmetric kernels, which stacks do without, more is better alone.
-    halved = replace(H100, symmetric_factor=0.5)
-    assert stack_of(auto, 2048, 2048, full) > stack_of(auto, 2048, 2048, halved) == 1
 
     assert stack_of(auto, 64, 128, CPU) == 1
     rows = (("muon/standard/5", 64, 128, 1.0), ("muon/standard/5/stacked", 64, 128, 0.9))

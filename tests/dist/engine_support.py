@@ -27,7 +27,7 @@ FIXED = (
     "schedule.decay=constant",
     "schedule.warmup_steps=0",
 )
-SMALL_GROUPS = ("engine.grouping=greedy", "engine.c_max_mib=0.05")
+SMALL_GROUPS = ("engine.c_max_mib=0.05",)
 """About one matrix each, so that an owner has many and their messages share memory."""
 
 Digests = dict[str, str]

@@ -210,9 +210,7 @@ def _half(
         f"parallel.overlap_param_gather={_yes(dice)}",
         f"parallel.bucket_elements={dice.choice((2000, 10000, 'null'))}",
         f"engine.strategy={strategy}",
-        f"engine.layout={dice.choice(('contiguous', 'owner'))}",
         f"engine.alpha={dice.choice((0, 0.5, 1))}",
-        f"engine.grouping={dice.choice(('greedy', 'auto'))}",
         f"engine.c_max_mib={dice.choice((room, 'null'))}",
         f"engine.reduction={dice.choice(('null', 'reduce', 'ring'))}",
     )

@@ -40,7 +40,6 @@ SETTINGS = (
     "optimizer.clip_grad=0.01",
     *SMALL_GROUPS,
     "parallel.bucket_elements=10000",
-    "engine.alpha=0.25",  # several owners in a bucket
     "train.micro_batch_size=4",
 )
 

@@ -98,10 +98,9 @@ SPLITTINGS: dict[str, Run] = {
 WHO_AND_WHEN: list[Run] = [
     (("optimizer=muon", *settings), 3)
     for settings in (
-        ("engine.layout=contiguous", "engine.reduction=ring"),
         ("engine.strategy=asc", "engine.reduction=ring"),
         ("engine.strategy=paper", "engine.alpha=0.5", "engine.c_max_mib=0.05", "engine.reduction=ring"),
-        ("engine.grouping=greedy", "engine.c_max_mib=0.05"),
+        ("engine.c_max_mib=0.05",),
     )
 ]
 STAGGERED, AT_ONCE = (
@@ -112,7 +111,7 @@ GRAM = ("optimizer=muon", "optimizer.form=gram")
 HOSTED: Run = ((*GRAM, "engine.mode=hosted"), 3)
 SHARED: Run = ((*GRAM, "engine.mode=shared"), 3)
 AUTO: Run = ((*GRAM, "engine.mode=auto"), 3)
-SHARED_APART: Run = ((*SHARED[0], "engine.grouping=greedy", "engine.c_max_mib=0.05"), 3)
+SHARED_APART: Run = ((*SHARED[0], "engine.c_max_mib=0.05"), 3)
 SHARED_FUSED: Run = ((*SHARED[0], "engine.splitting=fused"), 3)
 LOW: list[Run] = [((*run[0], "train.precision=bf16"), 3) for run in (SHARED,)]
 BF16: Run = (("optimizer=muon", "train.precision=bf16"), 3)

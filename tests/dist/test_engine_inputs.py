@@ -96,8 +96,8 @@ def test_plans_that_are_not_the_runs_are_refused_everywhere() -> None:
         (_to_all(None), (missing,)),
         (_only_to(2, plan, None), (missing,)),
         (
-            _only_to(3, make_plan(*resolve(*TP2_DP2, "engine.alpha=0.25")), plan),
-            (different, "settings.alpha: 1.0 and 0.25"),
+            _only_to(3, make_plan(*resolve(*TP2_DP2, "engine.mode=hosted")), plan),
+            (different, "settings.mode: auto and hosted"),
         ),
         (_only_to(3, _moved(plan), plan), (different, "matrices[layers.1.gate].host")),
     ]

@@ -95,7 +95,7 @@ USUAL, *OTHERWISE = (
     _run(*UNCLIPPED, *LAYOUTS["tp2 dp2"], *settings, steps=EXACT)
     for settings in (
         (),
-        ("engine.layout=contiguous", "engine.reduction=ring"),
+        ("engine=paper", "engine.reduction=ring"),
         ("parallel.overlap_grad_reduce=false",),
         ("parallel.overlap_param_gather=false",),
     )

@@ -118,12 +118,12 @@ def _two_steps(config: RunConfig, world: World, plan: Plan, roundings: int | Non
 
 
 CASES: dict[str, Case] = {
-    "owner, reduce": Case(settings=("gpus=2", "engine.layout=owner"), reduction="reduce"),
-    "contiguous, ring": Case(settings=("gpus=2", "engine.layout=contiguous"), reduction="ring"),
+    "owner, reduce": Case(settings=("gpus=2",), reduction="reduce"),
+    "contiguous, ring": Case(settings=("gpus=2", "engine=paper"), reduction="ring"),
     "not overlapped": Case(settings=("gpus=2", "parallel.overlap_grad_reduce=false"), reduction="ring"),
     **{
         f"owners not in the order of ranks, {way}": Case(
-            settings=("gpus=2", "engine.layout=contiguous"), reduction=way, alternating=True
+            settings=("gpus=2", "engine=paper"), reduction=way, alternating=True
         )
         for way in WAYS
     },

@@ -159,7 +159,7 @@ def beside_others(matrices: int) -> list[bool]:
 
 CASES = {
     "canzona": (),
-    "many micro-groups": ("gpus=32", "train.batch_tokens=128", "engine.grouping=greedy", "engine.c_max_mib=0.13"),
+    "many micro-groups": ("gpus=32", "train.batch_tokens=128", "engine.c_max_mib=0.13"),
     "ring": ("engine.reduction=ring",),
     "shared": ("gpus=32", "train.batch_tokens=128", "optimizer.form=gram", "engine.mode=shared"),
     "asc": ("engine.strategy=asc",),

@@ -64,7 +64,6 @@ def test_a_loss_that_is_no_number_on_one_rank(optimizer: tuple[str, ...], tmp_pa
     files = RunFiles(tmp_path / "run")
     assert [line["step"] for line in lines(files.metrics)] == [1, 2, 3]
     assert lines(files.metrics)[-1]["loss"] is None
-    assert files.kernels.exists() == (optimizer == ("optimizer=muon",)), "what multiplies to symmetric results"
     if optimizer == SHARED:
         assert [line["fallbacks"] for line in lines(files.metrics)] == [0, 1, 1], "known with the next step"
     for rank in range(4):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from canzona_cli.optimizers.symmetric import gram, product, strip_count, use
+from canzona_cli.optimizers.symmetric import gram, product, strip_count
 
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-23}
 """The unit in the last place of a result in its type."""
@@ -49,22 +49,3 @@ def test_product_of_polynomials_is_exact_to_rounding(shape: tuple[int, ...], dty
         whole = exact if add is None else exact + beta * add.double()
         full = scale if add is None else scale + beta * add.double().abs()
         assert_near(out, whole, full, shape[-1])
-
-
-def test_a_chosen_kernel_multiplies_its_shape_and_type_alone() -> None:
-    seen: list[tuple[object, ...]] = []
-
-    def kernel(*given: object) -> None:
-        seen.append(given)
-
-    x, out = random(4, 6, dtype=torch.bfloat16), torch.zeros(4, 4, dtype=torch.bfloat16)
-    use({(4, 6, torch.bfloat16): kernel, (4, 4, torch.bfloat16): kernel})
-    try:
-        gram(x, out)
-        product(out, out, out.clone(), add=out, beta=2.0, alpha=3.0)
-        assert [given[3:] for given in seen] == [(None, 0.0, 1.0), (out, 2.0, 3.0)]
-        for other in (x[:, :5], x.float(), x.half(), x.expand(2, 4, 6)):
-            gram(other, torch.empty(*other.shape[:-1], 4, dtype=other.dtype))
-        assert len(seen) == 2
-    finally:
-        use({})

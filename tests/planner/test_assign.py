@@ -3,26 +3,21 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
-from typing import get_args
 
 import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from canzona_cli.cluster.fit import resolve
-from canzona_cli.config.schema import BufferLayout, Grouping, Layout
-from canzona_cli.costs.buffers import default_bucket_elements
+from canzona_cli.config.schema import Layout
 from canzona_cli.errors import DoesNotFit
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.planner.assign import assign
 from canzona_cli.planner.bounds import lower_bound
 from canzona_cli.planner.buckets import buckets, stage_parameters
-from canzona_cli.planner.make import make_plan
-from canzona_cli.planner.measures import balance, communication, padding_fraction
+from canzona_cli.planner.measures import padding_fraction
 from canzona_cli.planner.plan import Assignment, PlanSettings
-from canzona_cli.simulate.compare import ALPHAS
 from canzona_cli.simulate.predict import assign_layerwise
 from tests.planner.planning import grid, grids, least_makespan, models, newton_schulz, transformer
 from tests.sizes import Size, run
@@ -32,9 +27,7 @@ MODELS, GRIDS = models(1, 16, 64), grids(9)
 PLANS = st.builds(
     PlanSettings,
     strategy=st.sampled_from(["canzona", "paper", "asc"]),
-    layout=st.sampled_from(get_args(BufferLayout)),
     alpha=st.sampled_from([0.0, 0.4, 1.0]),
-    grouping=st.sampled_from(get_args(Grouping)),
 )
 BUCKET = st.sampled_from([None, 20_000, 100_000])
 
@@ -55,70 +48,6 @@ def test_every_matrix_has_a_cell_and_every_unit_one_owner(
     for matrix, cell in zip(matrices, found.cells, strict=True):
         owners[matrix.unit].add(cell.owner)
     assert all(len(those) == 1 for those in owners.values())
-
-
-@given(matrices=MODELS, mesh=GRIDS, layout=st.sampled_from(get_args(BufferLayout)), bucket=BUCKET)
-@settings(max_examples=30, deadline=None)
-def test_alpha_trades_bytes_for_compute_monotonically(
-    matrices: tuple[Matrix, ...], mesh: Layout, layout: BufferLayout, bucket: int | None
-) -> None:
-    costs = newton_schulz(matrices)
-    compute, travel = [], []
-    for alpha in (0.0, 0.2, 0.5, 0.8, 1.0):
-        plan = replace(CANZONA, layout=layout, alpha=alpha)
-        found = assign(matrices, costs, mesh, plan, bucket_elements=bucket)
-        compute.append(_busiest(found, matrices, costs, mesh.owners, mesh.tp))
-        total = 0
-        for held in buckets(matrices, found, mesh, plan, bucket):
-            shares = [0] * mesh.owners
-            for part in held.ranges:
-                shares[part.owner] += sum(matrices[index].fragment_elements(mesh.tp) for index in part.matrices)
-            total += max(shares)
-        travel.append(total)
-    assert all(after <= before * (1 + 1e-9) for before, after in pairwise(compute))
-    assert all(after >= before for before, after in pairwise(travel))
-
-
-CELLS: tuple[tuple[Size, int, int], ...] = (
-    ("0.6b", 8, 2), ("0.6b", 64, 2), ("1.7b", 8, 2), ("1.7b", 64, 2), ("4b", 16, 2), ("4b", 64, 2),
-    ("8b", 64, 2), ("8b", 128, 2), ("14b", 64, 4), ("14b", 256, 4), ("32b", 64, 4), ("32b", 256, 4),
-)  # fmt: skip
-USUAL = (("8b", 128, "owner"), ("1.7b", 64, "contiguous"))
-
-
-@pytest.mark.parametrize(
-    ("size", "gpus", "tp", "layout"),
-    [
-        pytest.param(*cell, layout, marks=[] if (*cell[:2], layout) in USUAL else [pytest.mark.sweep])
-        for cell in CELLS
-        for layout in ("owner", "contiguous")
-    ],
-)
-def test_plans_get_better_balanced_as_alpha_grows_and_their_bytes_more_even_as_it_falls(
-    size: Size, gpus: int, tp: int, layout: BufferLayout
-) -> None:
-    """Memory and hosts are part of the plans: 32B on 64 GPUs has natural orders that no rank has room for."""
-    base = run(size, gpus, strategy="canzona", tp=tp, pp=1)
-    config, mesh = resolve(replace(base, engine=replace(base.engine, layout=layout, mode="hosted")))
-    # Bytes are compared bucket by bucket, and plans may choose owners in natural order in Megatron's buckets.
-    megatrons = replace(config.parallel, bucket_elements=default_bucket_elements(mesh.owners))
-    config = replace(config, parallel=megatrons)
-    plans = [make_plan(replace(config, engine=replace(config.engine, alpha=alpha)), mesh) for alpha in ALPHAS]
-    compute = [balance(plan).grid for plan in plans]
-    travel = [communication(config, mesh, plan).dp_byte_balance for plan in plans]
-    assert all(after <= before * (1 + 1e-6) for before, after in pairwise(compute)), compute
-    assert all(after >= before * (1 - 1e-6) for before, after in pairwise(travel)), travel
-
-
-def test_buckets_are_closed_at_the_same_size_whatever_alpha() -> None:
-    """So a comparison of values of alpha compares nothing else."""
-    base = run("4b", 256, strategy="canzona", tp=2, pp=1, micro_batch_size=1, recompute="none")
-    config, mesh = resolve(base)
-    plans = [make_plan(replace(config, engine=replace(config.engine, alpha=alpha)), mesh) for alpha in (0.0, 1.0)]
-    cuts = [[frozenset(bucket.parameters) for bucket in plan.buckets] for plan in plans]
-    assert cuts[0] == cuts[1]
-    megatrons = replace(config, parallel=replace(config.parallel, bucket_elements=default_bucket_elements(mesh.owners)))
-    assert len(cuts[0]) != len(make_plan(megatrons, mesh).buckets)
 
 
 @given(
@@ -208,9 +137,9 @@ def test_asc_shares_out_the_whole_buffer_not_each_bucket() -> None:
     assert max(held) < sum(held) / 8 + unit
 
 
-def test_contiguous_owners_ascend_in_every_bucket() -> None:
+def test_the_papers_owners_ascend_in_every_bucket() -> None:
     matrices = transformer(6, 64, 192, 16)
-    plan = replace(CANZONA, layout="contiguous")
+    plan = PlanSettings(strategy="paper")
     found = assign(matrices, newton_schulz(matrices), grid(2, 3), plan, bucket_elements=100_000)
     laid_out = buckets(matrices, found, grid(2, 3), plan, 100_000)
     assert len(laid_out) > 1

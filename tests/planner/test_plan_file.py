@@ -63,14 +63,14 @@ def test_a_named_file_is_taken_and_naming_it_does_not_enter_the_hash(written: Pa
 
 
 def test_a_file_for_another_run_is_refused_by_the_setting_with_every_difference(written: Path, tmp_path: Path) -> None:
-    config, layout = resolved(plan=str(written), alpha=0.5, layout="contiguous")
+    config, layout = resolved(plan=str(written), mode="hosted", exchange_dtype="bf16")
     config = replace(config, optimizer=SoapConfig(name="soap", lr=1e-3))
     (problem,) = refused(obtain_plan, config, layout, tmp_path)
     assert (problem.key, problem.value) == ("engine.plan", written)
     for difference in (
         "optimizer.name is muon in the plan, soap",
-        "alpha is 1.0 in the plan, 0.5",
-        "owner in the plan",
+        "mode is auto in the plan, hosted",
+        "exchange_dtype is fp32 in the plan",
     ):
         assert difference in problem.reason
     assert "leave engine.plan out" in problem.fix
@@ -96,7 +96,7 @@ def test_the_newest_file_for_the_run_is_taken_from_plans_and_others_are_passed_o
     os.utime(older, (1, 1))
     (tmp_path / f"{config.name}-{config.gpus}gpus-zzz.json").write_text("no plan", encoding="utf-8")
     assert obtained(config, layout, tmp_path).path == path
-    assert obtained(*resolved(alpha=0.5), tmp_path).path is None
+    assert obtained(*resolved(mode="hosted"), tmp_path).path is None
 
 
 def test_what_cannot_be_planned_is_told_as_the_planner_tells_it(tmp_path: Path) -> None:
@@ -121,9 +121,9 @@ def test_the_header_names_the_plan_its_balance_and_its_file(written: Path, tmp_p
 
 
 def test_only_engine_settings_that_shape_a_plan_change_its_hash(tmp_path: Path) -> None:
-    without_effect = {"plan", "strategy", "muon_tp_mode"}  # the last one is of strategies without a plan
+    without_effect = {"plan", "strategy", "muon_tp_mode", "alpha"}  # the last two are of other strategies
     settings = {field.name for field in fields(EngineConfig)} - without_effect
-    other = {"layout": "contiguous", "splitting": "fused", "alpha": 0.5, "grouping": "greedy", "c_max_mib": 64.0}
+    other: dict[str, object] = {"splitting": "fused", "c_max_mib": 64.0}
     other |= {"reduction": "reduce", "exchange_dtype": "bf16", "mode": "hosted"}
     assert settings == other.keys(), "a new setting: does it change the plan?"
     plain = obtained(*resolved(), tmp_path).plan.hash

@@ -25,7 +25,7 @@ def planned(size: sizes.Size, gpus: int, tp: int, **engine: object) -> tuple[Run
 
 @pytest.mark.parametrize(("dtype", "width"), [("fp32", 4), ("bf16", 2)])
 def test_messages_are_two_sets_as_large_as_the_largest_group(dtype: Precision, width: int) -> None:
-    config, _, plan = planned("tiny", 2, 2, exchange_dtype=dtype, grouping="greedy", c_max_mib=0.75)
+    config, _, plan = planned("tiny", 2, 2, exchange_dtype=dtype, c_max_mib=0.75)
     assert len(plan.groups) > 2
     cells = plan.assignment.cells
     groups = [[(plan.matrices[i].elements, cells[i].host) for i in group.matrices] for group in plan.groups]

@@ -91,8 +91,8 @@ def test_a_lane_shows_little_as_faint() -> None:
 
 def test_the_report_of_a_study_fits_its_terminal() -> None:
     config = sizes.run("tiny", 8, strategy="canzona", tp=2)
-    study = study_run(*resolve(replace(config, cluster=replace(config.cluster, gpus_per_node=4))), "alpha")
-    for compare in (None, "strategies", "alpha"):
+    study = study_run(*resolve(replace(config, cluster=replace(config.cluster, gpus_per_node=4))), "form")
+    for compare in (None, "strategies", "form"):
         view = PlanView(study=study, compare=compare, verbose=compare is None)
         for width in (80, 120):
             text = printed(view, width)

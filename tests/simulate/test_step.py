@@ -22,7 +22,7 @@ from canzona_cli.planner import attempt, make
 from canzona_cli.planner.assign import assign
 from canzona_cli.planner.buckets import buckets
 from canzona_cli.planner.chunks import Chunk
-from canzona_cli.planner.groups import GroupSearch
+from canzona_cli.planner.groups import Grouping
 from canzona_cli.planner.make import plan_unbounded
 from canzona_cli.planner.pipeline import HostedPipeline
 from canzona_cli.planner.plan import PlanSettings
@@ -76,7 +76,7 @@ def planned_workload(
         costs=costs,
         assignment=assignment,
         buckets=buckets(members, assignment, mesh, wanted, limit),
-        groups=GroupSearch(members, costs, wanted, HostedPipeline.of(config, mesh)).micro_groups(assignment),
+        groups=Grouping(members, costs, wanted, HostedPipeline.of(config, mesh)).micro_groups(assignment),
     )
 
 
@@ -376,16 +376,6 @@ def test_equal_stages_fill_and_drain_once(chunks: int, count: int) -> None:
     phases = iteration.phases(0)
     assert phases["pipeline"] == pytest.approx((stages - 1) * (forward + backward))
     assert (phases["forward"], phases["backward"]) == pytest.approx((count * 1.0, count * 2.0))
-
-
-@pytest.mark.parametrize(("stages", "chunks", "hops"), [(3, 1, 3), (2, 2, 2)])
-def test_a_message_waits_for_whom_it_is_for(stages: int, chunks: int, hops: int) -> None:
-    """The second stage's forward takes 10 s: only behind it does it ask for the second micro-batch. With one chunk it
-    first sends what it has computed; with more, Megatron's call does both at once."""
-    seconds = [(1.0, 2.0), (10.0, 20.0), (1.0, 2.0)][:stages]
-    iteration = pipeline(seconds, 0.25, vpp=chunks, count=4)
-    ran = [start for _, phase, start, end in iteration.segments(0) if phase == "forward" and start < end]
-    assert ran[:3] == pytest.approx([0.0, 1.25, 1 + 10 + hops * 0.25])
 
 
 _TABLE = tuple(

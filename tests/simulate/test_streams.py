@@ -81,7 +81,7 @@ def test_four_ranks_on_one_core_update_four_times_as_long_with_experts_too() -> 
     """`layerwise` has each expert updated by one rank, so with TP its ranks do different work."""
 
     def updating(cores: int) -> dict[str, float]:
-        settings = ("recipe=qwen3-moe-tiny", "gpus=4", "parallel.tp=2", "parallel.ep=2", "cluster=cpu")
+        settings = ("recipe=qwen3-moe-tiny", "gpus=4", "parallel.tp=2", "parallel.pp=1", "parallel.ep=2", "cluster=cpu")
         studied = study_run(*fit.resolve(compose_run([*settings, f"cluster.cores={cores}"]).config))
         return {name: ran.result.phases.get("matrix_update", 0.0) for name, ran in studied.strategies.items()}
 

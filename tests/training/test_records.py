@@ -12,9 +12,8 @@ import pytest
 
 from canzona_cli.errors import CanzonaError, ConfigError, DoesNotFit, EnvironmentProblem, ExitCode, Problem
 from canzona_cli.run.breakdown import MeasuredBreakdown, load_breakdown
-from canzona_cli.run.codec import load_if_valid
 from canzona_cli.run.files import RunFiles
-from canzona_cli.run.records import KernelChoice, Kernels, KernelTrial, StepMetrics, describe, event_of
+from canzona_cli.run.records import StepMetrics, describe, event_of
 from canzona_cli.run.statistics import OverRanks
 from canzona_cli.training.loop import NonFiniteLoss
 from canzona_cli.training.records import Journal, RankRecord
@@ -108,8 +107,6 @@ def test_the_journal_appends_whole_lines(files: RunFiles) -> None:
     journal.step(_metrics(2))
     journal.validation(2, 2.25)
     journal.breakdown(BREAKDOWN)
-    chosen = KernelChoice(side=2, long=3, kernel="plain", trials=(KernelTrial(kernel="plain", seconds=0.5),))
-    journal.kernels(Kernels(choices=(chosen,)))
     lines = [json.loads(line) for line in files.metrics.read_text(encoding="utf-8").splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
     # Names other tools rely on.
@@ -122,7 +119,6 @@ def test_the_journal_appends_whole_lines(files: RunFiles) -> None:
     validation = _read(files.validation)
     assert (validation["step"], validation["loss"]) == (2, 2.25)
     assert _read(files.breakdown)["version"] == 1
-    assert load_if_valid(files.kernels, Kernels) == Kernels(choices=(chosen,))
     assert load_breakdown(files.root).planned is None
 
 

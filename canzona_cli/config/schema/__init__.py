@@ -10,12 +10,10 @@ line to each recipe that needs a value other than the default.
 from canzona_cli.config.schema.cluster import ClusterConfig, Collective, Device, FastPath
 from canzona_cli.config.schema.optimizer import OPTIMIZERS, CustomConfig, OptimizerConfig, OptimizerName, UpdateName
 from canzona_cli.config.schema.run import (
-    BufferLayout,
     CheckpointConfig,
     EngineConfig,
     Execution,
     Gathering,
-    Grouping,
     Layout,
     Mesh,
     Mode,

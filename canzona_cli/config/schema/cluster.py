@@ -109,12 +109,6 @@ class ClusterConfig(HashedOnce):
         "Highest rate of bf16 matmuls that the GPU sustains at its power limit; null: no limit on matmul_tflops.",
         Example("700"),
     ] = None
-    symmetric_factor: Annotated[
-        float,
-        Range(at_least=0.25, at_most=1),
-        "Time of a bf16 matmul with a symmetric result, using this machine's symmetric kernels, relative "
-        "to a general matmul of the same size; 1: there are no such kernels, 0.5: they are ideal.",
-    ] = 1.0
     bf16_in_fp32: Annotated[
         bool,
         "CPU ranks only: the processor has no bf16 instructions, so bf16 matmuls are computed in fp32. "

@@ -32,9 +32,7 @@ from canzona_cli.fields import (
 )
 
 Strategy = Literal["canzona", "paper", "asc", "layerwise", "sc"]
-BufferLayout = Literal["contiguous", "owner"]
 Splitting = Literal["fused", "qkv", "split", "per_head"]
-Grouping = Literal["greedy", "auto"]
 Mode = Literal["hosted", "shared"]
 """The ways to update a matrix: as a whole on its host, or jointly by the TP group of its owner."""
 Reduction = Literal["reduce", "ring"]
@@ -65,10 +63,6 @@ class EngineConfig:
         "Megatron's layer-wise optimizer. sc: every rank updates every matrix, with Megatron's "
         "own Muon or, for other optimizers, canzona's engine. Has no effect with optimizer=adamw.",
     ]
-    layout: Annotated[
-        BufferLayout,
-        "Order of parameters in a bucket: contiguous (Megatron's), or owner (sorted by owner, no padding).",
-    ] = "owner"
     splitting: Annotated[
         Splitting,
         "Splitting of weights into matrices. fused: none; qkv: q, k and v (the finest for layerwise, and"
@@ -77,12 +71,8 @@ class EngineConfig:
     alpha: Annotated[
         float,
         Range(at_least=0, at_most=1),
-        "Quantity to balance over data-parallel ranks: 0: communication, 1: compute, in between: both.",
+        "Quantity that paper balances over data-parallel ranks: 0: communication, 1: compute, in between: both.",
     ] = 1.0
-    grouping: Annotated[
-        Grouping,
-        "How matrices are divided into micro-groups: greedy (largest first, as the paper's code) or auto (by search).",
-    ] = "auto"
     mode: Annotated[
         Literal["auto"] | Mode,
         "Ranks that update a matrix: hosted (only its host), shared (all TP ranks of its owner, if optimizer"
