@@ -167,6 +167,7 @@ def test_an_evaluation_finds_what_the_run_found_and_leaves_the_run_as_it_is(trai
     run = trained.folder / "run"
     before = {path: path.stat().st_mtime_ns for path in sorted(run.rglob("*"))}
     done = canzona("eval", run, "--json", "--out", "found.json", cwd=tmp_path, code=0)
+    assert "own validation" not in done.stderr
     found = json.loads(done.stdout)
     validations = [json.loads(line) for line in (run / "validation.jsonl").read_text().splitlines()]
     assert (found["step"], found["loss"]) == (6, validations[-1]["loss"])
@@ -190,6 +191,7 @@ def test_any_checkpoint_is_evaluated_on_all_of_other_data_in_another_layout(trai
     assert canzona("data", "prepare", "in.txt", *asked, cwd=tmp_path).returncode == 0
     other = ("data=prepared", "data.path=other", "gpus=1", "train.global_batch_size=1", "--batches", "all")
     done = canzona("eval", trained.folder / "run", "--step", "6", *other, "--json", cwd=tmp_path, code=0)
+    assert "other is none of the run's data" in " ".join(done.stderr.split())
     found = json.loads(done.stdout)
     assert (found["documents"], found["layout"]["tp"], found["bytes_counted"]) == ("all", 1, True)
     tokens = json.loads((tmp_path / "other.json").read_text())["tokens"]
