@@ -43,7 +43,7 @@ def _train(trainee: Trainee, first: int, end: int) -> list[float]:
 
 
 def test_a_loaded_run_goes_on_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bf16, where masters are more than the weights, and with SOAP, which counts the steps of each matrix."""
+    """Trains in bf16, where masters are more than the weights, with SOAP, which counts the steps of each matrix."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)  # which Megatron calls before it writes
     config, layout = jobs.resolve(*SMALL, "optimizer.lr=0.01", "schedule.warmup_steps=0", "gpus=2")
 

@@ -116,8 +116,8 @@ def test_each_task_of_an_array_has_its_own_run_and_log(slurm: Slurm, here: Path,
 
 
 def test_a_job_is_what_its_recipe_asks_slurm_for(slurm: Slurm, here: Path, environment: dict[str, str]) -> None:
-    """With a limit of two minutes, canzona's own signal, three minutes before it, would leave no time. Slurm sends
-    signals up to a minute early. The command line's partition wins."""
+    """The limit is two minutes: canzona's own signal, three minutes before it, would leave no time. Slurm sends signals
+    up to a minute early. The command line's partition wins."""
     recipe = here / "ours.yaml"
     recipe.write_text(
         "# @package _global_\n"
