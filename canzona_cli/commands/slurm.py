@@ -191,12 +191,12 @@ def _compose_with_options(arguments: list[str], options: "JobOptions", recipes_d
     Raises:
         ConfigError: the run or the options have mistakes; all are reported at once.
     """
-    from canzona_cli.config.compose import compose_run
+    from canzona_cli.huggingface.folder import compose_with_weights
     from canzona_cli.launch.slurm_job import option_problems
 
     problems = [*option_problems(options)]
     with collect_problems(problems):
-        composed = compose_run(arguments, recipes_dirs=recipes_dirs)
+        composed = compose_with_weights(arguments, recipes_dirs)
     refuse(problems)
     warn_about(composed)
     return composed.config

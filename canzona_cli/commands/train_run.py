@@ -16,14 +16,13 @@ from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.commands.output import announce, check_inputs, progress, show, tell, tell_batch, warn, warn_about
 from canzona_cli.commands.train_end import show_end
-from canzona_cli.config.compose import Composed, compose_run, dump_resolved
-from canzona_cli.config.overrides import parse_overrides
+from canzona_cli.config.compose import dump_resolved
 from canzona_cli.config.reading import expanded
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.costs.sharing import mode_warnings
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.errors import CanzonaError, ExitCode
-from canzona_cli.huggingface.folder import compose_from_folder, is_hugging_face, open_folder
+from canzona_cli.huggingface.folder import compose_with_weights, is_hugging_face, open_folder
 from canzona_cli.launch import preflight, torchrun
 from canzona_cli.launch.card import card_of
 from canzona_cli.launch.machines import Machines
@@ -81,7 +80,7 @@ def run(
         typer.Exit: the run ended with an exit code other than 0.
     """
     console = Console(highlight=False)
-    composed = _compose(overrides, recipes_dirs)
+    composed = compose_with_weights(overrides, recipes_dirs)
     warn_about(composed, printed=printed)
     config, layout = resolve(composed.config)
     warn(mode_warnings(config, layout), printed)
@@ -103,16 +102,6 @@ def run(
         tell(outcome.message)
         raise typer.Exit(outcome.exit_code) from None
     _report_end(outcome, directory, job, console)
-
-
-def _compose(overrides: list[str], recipes_dirs: list[Path]) -> Composed:
-    """Composes the run. If weights come from a Hugging Face folder and there is no recipe, derives the recipe
-    from the folder."""
-    parsed = parse_overrides(overrides)
-    folder = expanded(str(parsed.values.get("checkpoint.weights_from") or ""))
-    if "recipe" in parsed.groups or not is_hugging_face(folder):
-        return compose_run(overrides, recipes_dirs=recipes_dirs)
-    return compose_from_folder(open_folder(folder, key="checkpoint.weights_from"), overrides, recipes_dirs)
 
 
 @dataclass(frozen=True, kw_only=True)

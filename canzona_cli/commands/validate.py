@@ -35,8 +35,8 @@ def validate(
     from rich.text import Text
 
     from canzona_cli.cluster.fit import resolve
-    from canzona_cli.config.compose import compose_run
     from canzona_cli.costs.sharing import mode_warnings
+    from canzona_cli.huggingface.folder import compose_with_weights
     from canzona_cli.launch.resume import choose_resumption
     from canzona_cli.planner.plan_file import obtain_plan
     from canzona_cli.report.header import header_rows
@@ -44,7 +44,7 @@ def validate(
     from canzona_cli.report.train_dry_run import refused_json, resolved_json
 
     try:
-        composed = compose_run(overrides or (), recipes_dirs=recipes_dir or ())
+        composed = compose_with_weights(overrides or (), recipes_dir or ())
         warn_about(composed)
         config, layout = resolve(composed.config)
         warn(mode_warnings(config, layout))

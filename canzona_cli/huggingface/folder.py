@@ -17,8 +17,8 @@ from typing import Final, Literal
 from canzona_cli.checkpoint.shard_file import read_table
 from canzona_cli.checkpoint.verify import limit_problems
 from canzona_cli.config.compose import Composed, compose_run
-from canzona_cli.config.overrides import key_of, text_value
-from canzona_cli.config.reading import Absent, Unreadable, parse_json, read_plain
+from canzona_cli.config.overrides import key_of, parse_overrides, text_value
+from canzona_cli.config.reading import Absent, Unreadable, expanded, parse_json, read_plain
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.config.tree import list_recipes
 from canzona_cli.errors import ConfigError, Problem, refuse
@@ -105,6 +105,16 @@ class HuggingFaceFolder:
         if self.tokenizer is not None:
             return None
         return next((name for name in _OTHER_TOKENIZERS if (self.path / name).is_file()), None)
+
+    def knows_ids_of(self, tokenizer: str) -> bool:
+        """Returns False if the folder has another tokenizer.json than `tokenizer`, a setting of built-in text."""
+        if self.tokenizer is None:
+            return True
+        file = expanded(tokenizer)
+        file = file / TOKENIZER if file.is_dir() else file
+        with suppress(Unreadable):
+            return file.resolve() == self.tokenizer.resolve() or read_plain(file) == read_plain(self.tokenizer)
+        return False
 
     def length_warning(self, seq_length: int) -> str | None:
         """Returns a warning if sequences are longer than those that the model was made for."""
@@ -270,6 +280,50 @@ def _files(path: Path, key: str, problems: list[Problem], lacking: list[Problem]
     return [path / name for name in sorted({*names})]
 
 
+def compose_with_weights(overrides: Sequence[str], recipes_dirs: Sequence[Path] = ()) -> Composed:
+    """Composes the configuration of a run. If its weights come from a Hugging Face folder, built-in text gets the
+    folder's tokenizer unless `overrides` choose data, and without a recipe the recipe is derived from the folder.
+
+    Raises:
+        ConfigError: see `compose_run` and `open_folder`.
+    """
+    key = "checkpoint.weights_from"
+    parsed = parse_overrides(overrides)
+    path = expanded(str(parsed.values.get(key) or ""))
+    if not is_hugging_face(path):
+        return compose_run(overrides, recipes_dirs=recipes_dirs)
+    if "recipe" not in parsed.groups:
+        return compose_from_folder(open_folder(path, key=key), overrides, recipes_dirs)
+    composed = compose_run(overrides, recipes_dirs=recipes_dirs)
+    if composed.config.data.source != "stdlib" or _chooses_data(overrides):
+        return composed
+    folder = open_folder(path, key=key)
+    if folder.tokenizer is None:
+        return replace(composed, warnings=(*composed.warnings, *_unknown_tokenizer(folder)))
+    if folder.knows_ids_of(before := composed.config.data.tokenizer):
+        return composed
+    tokenizer = f"data.tokenizer={text_value(str(path.resolve()))}"
+    composed = compose_run([*overrides, tokenizer], recipes_dirs=recipes_dirs)
+    warning = f"{tokenizer}, whose ids the weights know, replaces the recipe's {before}"
+    return replace(composed, warnings=(*composed.warnings, warning))
+
+
+def _chooses_data(overrides: Sequence[str]) -> bool:
+    chosen = {"data", "data.source", "data.tokenizer", "data.path", "data.blend"}
+    return not chosen.isdisjoint(map(key_of, overrides))
+
+
+def _unknown_tokenizer(folder: HuggingFaceFolder) -> Iterator[str]:
+    """Yields a warning if the folder has a tokenizer that canzona cannot read."""
+    if (other := folder.other_tokenizer) is not None:
+        from canzona_cli.data.tokenizers import tokenizer_line
+
+        text = (
+            "text is encoded by the recipe's tokenizer, which the weights do not know, unless a data setting names one"
+        )
+        yield f"{folder.path} has {other}, but no {TOKENIZER}: {text}; {tokenizer_line(folder.path)}"
+
+
 def compose_from_folder(
     folder: HuggingFaceFolder, overrides: Sequence[str], recipes_dirs: Sequence[Path] = ()
 ) -> Composed:
@@ -289,7 +343,7 @@ def compose_from_folder(
     padded = padded_vocabulary(vocabulary, int(tp) if tp.isdecimal() and 0 < int(tp) <= _MOST_TP else 1)
     settings["model.vocab_size"] = str(padded)
     settings["model.name"] = text_value(folder.path.resolve().name)
-    if folder.tokenizer is not None and not any(key.partition(".")[0] == "data" for key in overridden):
+    if folder.tokenizer is not None and not _chooses_data(overrides):
         settings |= {"data.source": "stdlib", "data.tokenizer": text_value(str(folder.path.resolve()))}
     from_folder = [
         f"{key}={value}" for key, value in settings.items() if key not in overridden and "model" not in overridden
@@ -302,13 +356,8 @@ def compose_from_folder(
     elif composed.config.train.seq_length > folder.positions:
         shorter = [f"train.seq_length={folder.positions}"]
         composed = compose_run([*recipe, *from_folder, *shorter, *overrides], recipes_dirs=recipes_dirs)
-    if (other := folder.other_tokenizer) is not None and not any(key.startswith("data") for key in overridden):
-        from canzona_cli.data.tokenizers import tokenizer_line
-
-        text = (
-            "text is encoded by the recipe's tokenizer, which the weights do not know, unless a data setting names one"
-        )
-        warnings.append(f"{folder.path} has {other}, but no {TOKENIZER}: {text}; {tokenizer_line(folder.path)}")
+    if not _chooses_data(overrides):
+        warnings += _unknown_tokenizer(folder)
     if padded != vocabulary and composed.config.model.vocab_size == padded:
         warnings.append(f"the vocabulary of {vocabulary:,} is padded to {padded:,}, as Megatron pads it")
     if folder.ignored:

@@ -20,7 +20,7 @@ from canzona_cli.costs.memory import GIB
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.errors import CheckpointInvalid, ConfigError, DoesNotFit, Problem, refuse
 from canzona_cli.launch import preflight, torchrun
-from canzona_cli.launch.resumed_data import check_tokenizer
+from canzona_cli.launch.resumed_data import check_tokenizer, other_text
 from canzona_cli.launch.supervisor import run_ranks
 from canzona_cli.launch.view import TrainView
 from canzona_cli.run.codec import save
@@ -93,9 +93,8 @@ def prepare(
     corpus = _corpus(config, documents or ("all" if other_data else "held-out"), on_progress)
     check_tokenizer(saved_plan, str(checkpoint.path), config, corpus)
     config = replace(config, train=replace(config.train, eval_sequences=_sequences(config, corpus, batches)))
-    return PreparedEvaluation(
-        config=config, layout=layout, corpus=corpus, checkpoint=checkpoint, notes=tuple(composed.warnings)
-    )
+    notes = (*composed.warnings, *other_text(saved_plan, corpus))
+    return PreparedEvaluation(config=config, layout=layout, corpus=corpus, checkpoint=checkpoint, notes=notes)
 
 
 def _arguments(checkpoint: StoredCheckpoint, overrides: Sequence[str], overridden: set[str]) -> list[str]:

@@ -128,10 +128,12 @@ def _from_weights(config: RunConfig) -> Resumption:
     if is_hugging_face(path):
         pretrained = open_folder(path, key=key)
         pretrained.check(config.model)
-        tokenizer = pretrained.tokenizer
-        chosen = expanded(config.data.tokenizer).resolve()
-        same = tokenizer is None or chosen in (tokenizer.resolve(), tokenizer.parent.resolve())
-        return _first_step(config, path, created=path.stat().st_mtime, tokenizer="" if same else str(tokenizer))
+        # The tokenizer of prepared data is compared once the data is read.
+        if config.data.source == "stdlib" and not pretrained.knows_ids_of(config.data.tokenizer):
+            reason = f"the weights in {path} were trained on ids of its tokenizer.json: the same id means other text"
+            fix = f"leave it out, or data.tokenizer={path}"
+            raise ConfigError(problem_with(config, "data.tokenizer", reason, fix))
+        return _first_step(config, path, created=path.stat().st_mtime, tokenizer="")
     checkpoint = resolve(path, str(path), key=key)
     assert checkpoint is not None  # only `auto` may give None
     return _from_weights_of(config, checkpoint)

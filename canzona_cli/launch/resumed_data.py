@@ -101,12 +101,34 @@ def _text_warnings(resumption: Resumption, saved: DataPlan, corpus: PreparedCorp
     for part in corpus.sets:
         before = _before(saved, part)
         if before is not None and _differ(before, part):
-            now, was = (f"{each.tokens:,} tokens in {each.documents:,} documents" for each in (part, before))
-            counts = f"{now} now, {was} before" if now != was else f"also {now}"
             yield (
-                f"{part.prefix} has other text than up to step {resumption.step:,}: {counts}. The run reads the new "
-                "text from here on; text that it has already read may come again"
+                f"{part.prefix} has other text than up to step {resumption.step:,}: {_counts(part, before)}. The run "
+                "reads the new text from here on; text that it has already read may come again"
             )
+
+
+def other_text(saved: DataPlan | None, corpus: PreparedCorpus) -> Iterator[str]:
+    """Yields a warning for each evaluated set whose text is not that of the checkpoint's run.
+
+    Args:
+        saved: the data plan of the checkpoint; None if it has none.
+    """
+    if saved is None or not all(known.fingerprint for known in saved.corpus.sets):
+        return
+    for part in corpus.sets:
+        before = _before(saved, part)
+        if before is None:
+            yield f"{part.prefix} is none of the run's data, so its loss is not that of the run's own validation"
+        elif _differ(before, part):
+            yield (
+                f"{part.prefix} has other text than when the checkpoint was saved ({_counts(part, before)}), so its "
+                "loss is not that of the run's own validation, and documents that were trained on may be in it"
+            )
+
+
+def _counts(now: PreparedSet, before: PreparedSet) -> str:
+    new, old = (f"{each.tokens:,} tokens in {each.documents:,} documents" for each in (now, before))
+    return f"{new} now, {old} before" if new != old else f"also {new}"
 
 
 def _blend_warnings(resumption: Resumption, saved: DataPlan, plan: DataPlan) -> Iterator[str]:

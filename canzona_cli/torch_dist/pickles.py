@@ -38,14 +38,18 @@ _GETS: Final = frozenset(["GET", "BINGET", "LONG_BINGET"])
 
 def check_pickle(content: bytes) -> None:
     """Raises ValueError if a pickle is not complete, builds a tuple that is nested too deeply or has too many
-    elements, or would hash too many. Nothing is loaded: the operations are read one by one."""
+    elements, would hash too many, or needs a table that is larger than itself. Nothing is loaded: the operations are
+    read one by one."""
     hashed = 0
     stack: list[_Extent | None] = []  # None is a mark
     memo: dict[int, _Extent | None] = {}
     for operation, argument, _ in pickletools.genops(content):
         name = operation.name
         if name in _PUTS or name == "MEMOIZE":
-            memo[len(memo) if argument is None else int(argument)] = stack[-1]
+            place = len(memo) if argument is None else int(argument)
+            if place > len(content):  # Python makes room for all places below it
+                raise ValueError(f"stores an object at place {place:,} of a table with fewer entries")
+            memo[place] = stack[-1]
         elif name in _GETS:
             stack.append(memo[int(argument or 0)])
         elif name == "DUP":

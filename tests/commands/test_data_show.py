@@ -39,6 +39,13 @@ def test_documents_lengths_and_a_sequence_are_those_of_the_text(prefix: Path) ->
     assert shown.sequence_documents == 2
 
 
+@pytest.mark.parametrize(("seq_length", "documents"), [(12, 1), (13, 1), (14, 2), (1000, len(LINES))])
+def test_a_sequence_has_the_documents_of_its_tokens(seq_length: int, documents: int, prefix: Path) -> None:
+    """The first document has 13 tokens: a sequence that ends with it has none of the second."""
+    shown = view(prefix, documents=1, tokens=20, seq_length=seq_length)
+    assert shown.sequence_documents == documents
+
+
 def test_the_screen_has_the_facts_and_no_control_characters(prefix: Path) -> None:
     done = canzona("data", "show", str(prefix), "--documents", "3", code=0)
     for part in ("8", "byte, 257 ids, 256 ends a document", "document 0: 13 tokens", LINES[1], r"\x1b[2J"):

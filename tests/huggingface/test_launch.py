@@ -1,14 +1,20 @@
 """A launch from a Hugging Face folder: looked at without torch, imported once, and gone on from like any other run."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from canzona_cli.checkpoint.store import CheckpointStore
+from canzona_cli.cluster.fit import resolve
+from canzona_cli.data.sidecar import saved_tokenizer_path
+from canzona_cli.huggingface.folder import compose_with_weights
+from canzona_cli.launch.resume import choose_resumption
 from canzona_cli.run.files import RunFiles
 from tests.commands.support import canzona, imports_none_of
+from tests.data.texts import prepare_documents
 from tests.huggingface.folders import random_folder
 from tests.sizes import model
 
@@ -67,3 +73,24 @@ def test_a_run_begins_with_its_weights_imported_once(folder: Path, tmp_path: Pat
     settings = (files.root / "config.yaml").read_text()
     assert ("name: Qwen3-small" in settings) is (recipe == ())
     assert "hidden_size: 32" in settings
+
+
+def test_built_in_text_has_the_ids_that_the_weights_know(folder: Path, tmp_path: Path) -> None:
+    """A recipe's tokenizer gives way, one that is typed is refused, and data that is typed is left as it is."""
+    prefix = prepare_documents(tmp_path, "a", documents=60, seed=0, tokenizer="bpe")
+    source, same = tmp_path / "model", tmp_path / "same.json"
+    shutil.copytree(folder, source)
+    for target in (source / "tokenizer.json", same):
+        shutil.copy(saved_tokenizer_path(prefix), target)
+    typed = ("recipe=tiny", *SMALL, *JOB, f"init={source}", "data.cache_dir=cache")
+
+    composed = compose_with_weights(typed)
+    assert composed.config.data.tokenizer == str(source)
+    assert [line for line in composed.warnings if f"data.tokenizer={source}" in line and "the recipe's byte" in line]
+    for tokenizer in (source, source / "tokenizer.json", same):
+        composed = compose_with_weights([*typed, f"data.tokenizer={tokenizer}"])
+        assert (composed.config.data.tokenizer, composed.warnings) == (str(tokenizer), ())
+        assert choose_resumption(*resolve(composed.config)) is not None
+    refused = canzona("validate", *typed, "data.tokenizer=byte", code=2)
+    assert f"leave it out, or data.tokenizer={source}" in " ".join(refused.stderr.split())
+    assert compose_with_weights([*typed, "data=prepared", f"data.path={prefix}"]).config.data.tokenizer != str(source)

@@ -17,7 +17,7 @@ from canzona_cli.data.order import Reads, count_reads, order_of
 from canzona_cli.data.sidecar import saved_tokenizer_path
 from canzona_cli.errors import ConfigError
 from canzona_cli.launch.resume import Resumption
-from canzona_cli.launch.resumed_data import check_tokenizer, data_changes
+from canzona_cli.launch.resumed_data import check_tokenizer, data_changes, other_text
 from canzona_cli.run.corpus import DataPlan
 from tests.data.texts import prepare_documents
 
@@ -75,6 +75,25 @@ def test_another_tokenizer_is_refused_and_other_text_is_said_with_its_step(tmp_p
         (problem,) = refused.value.problems
         assert (problem.key, problem.value) == ("data.path", str(tmp_path / "a"))
         assert "step-00000005 was trained on ids of byte (257 ids)" in problem.reason
+
+
+def test_an_evaluation_says_of_text_that_it_is_not_the_runs(tmp_path: Path) -> None:
+    for seed, name in enumerate(("a", "b")):
+        prepare_documents(tmp_path, name, documents=60, seed=seed)
+    config, layout = run_of(tmp_path)
+    saved = saved_at_step_five(config, layout).data
+    assert saved is not None
+
+    def said(*overrides: str) -> list[str]:
+        return [*other_text(saved, ensure_corpus(run_of(tmp_path, *overrides)[0]))]
+
+    assert said() == said("data.validation_fraction=0.5") == []
+    (elsewhere,) = said(f"data.path={tmp_path / 'b'}")
+    assert elsewhere.startswith(f"{tmp_path / 'b'} is none of the run's data, ")
+    prepare_documents(tmp_path, "a", documents=60, seed=0, reverse=True)
+    (changed,) = said()
+    assert changed.startswith(f"{tmp_path / 'a'} has other text than when the checkpoint was saved (also ")
+    assert [*other_text(None, ensure_corpus(config))] == []
 
 
 def test_the_tokenizer_of_a_hugging_face_folder_is_that_of_the_data_too(tmp_path: Path) -> None:

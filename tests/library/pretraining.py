@@ -72,6 +72,8 @@ class Pretrained:
     """This rank's fragments, by their names in the whole model."""
     printed: str = ""
     """This rank's output."""
+    timers: frozenset[str] = frozenset()
+    """The names of Megatron-LM's timers that were started."""
 
 
 def pretrain(
@@ -128,6 +130,7 @@ def run(
         norms=seen.norms,
         weights={name: param.detach().float().numpy().copy() for name, param in global_parameters(models)},
         printed=printed.getvalue(),
+        timers=frozenset(training.get_timers()._timers),
     )
 
 

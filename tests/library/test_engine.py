@@ -27,6 +27,7 @@ FIXED = (*SMALL, "train.precision=fp32", "optimizer.lr=0.01", "schedule.warmup_s
 SETTINGS: dict[str, dict[str, Any]] = {
     "decoupled_lr": {"decoupled_lr": 0.002, "decoupled_min_lr": 0.001},
     "apply_wd_to_qk_layernorm": {"apply_wd_to_qk_layernorm": True},
+    "muon_split_qkv": {"muon_split_qkv": False},
 }
 WORKS = {
     *("get_parameters", "prepare_model_params_for_param_sync", "get_grad_stats_parallel_group", "prepare_grads"),
@@ -55,7 +56,11 @@ OVERRIDES: dict[str, Callable[[OptimizerConfig], Overrides]] = {
 @pytest.mark.parametrize(
     "cases",
     [
-        {"standard": ("standard", {}), "decoupled": ("standard", SETTINGS["decoupled_lr"])},
+        {
+            "standard": ("standard", {}),
+            "decoupled": ("standard", SETTINGS["decoupled_lr"]),
+            "fused": ("standard", SETTINGS["muon_split_qkv"]),
+        },
         pytest.param(
             {"norms": ("standard", SETTINGS["apply_wd_to_qk_layernorm"]), "output": ("of the output", {})},
             marks=pytest.mark.sweep,
@@ -64,7 +69,8 @@ OVERRIDES: dict[str, Callable[[OptimizerConfig], Overrides]] = {
     ids=" ".join,
 )
 def test_settings_and_overrides_of_parameter_groups_are_megatrons(cases: dict[str, tuple[str, dict[str, Any]]]) -> None:
-    """Rates, minima and weight decay of embedding, output layer and norms; a run with others is another."""
+    """Rates, minima and weight decay of embedding, output layer and norms, and whether q, k and v are one matrix; a run
+    with others is another."""
     config, layout = jobs.resolve(*FIXED)
 
     def work(case: str, world: World) -> tuple[Trained, Trained]:

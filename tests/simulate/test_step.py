@@ -508,6 +508,22 @@ def test_padding_is_paid_for() -> None:
     assert padded > 1.5 * plain
 
 
+def test_padding_is_set_to_zero_with_the_gradients_around_it() -> None:
+    """Buffers of twice the elements take a pass over the further ones; where transfers are free, nothing else."""
+    mesh = layout(dp=4, count=2)
+    config, _, workload = inputs(config_of("0.6b", mesh, FREE), mesh, "canzona")
+    padded = [
+        replace(bucket, elements=2 * bucket.elements, padding=bucket.padding + bucket.elements)
+        for bucket in workload.buckets
+    ]
+    longer_s = (
+        simulate(config, mesh, replace(workload, buckets=padded)).iteration_s
+        - simulate(config, mesh, workload).iteration_s
+    )
+    elements = sum(bucket.elements for bucket in workload.buckets)
+    assert longer_s == pytest.approx(elements * 4 / memory_rate(config.cluster))
+
+
 def test_matrices_of_another_model_find_a_module() -> None:
     mesh = layout(dp=2, count=2)
     config = config_of("0.6b", mesh)

@@ -129,6 +129,19 @@ def test_packing_and_unpacking_go_through_memory() -> None:
     assert update.packed_s + update.exchange_s == pytest.approx(moved / (0.72 * 1e12))
 
 
+def test_packing_reads_and_writes_gradients_in_the_types_that_they_have() -> None:
+    """Gradients that are reduced and sent in bf16 have half the bytes; whole gradients are fp32."""
+    cluster = replace(FREE, memory_gb_per_s=1000.0)
+    config = run("8b", 2, strategy="canzona", cluster=cluster, grad_reduce_dtype="bf16")
+    config = replace(config, engine=replace(config.engine, exchange_dtype="bf16"))
+    (update, _) = hosted([0.0, 0.0], [0, 1], [(0, 1)], cluster, config=config)
+    # Before the norm only packing: half of one matrix, 2 bytes read and 2 written.
+    assert update.packed_s == pytest.approx(SIDE * SIDE * 0.5 * (2 + 2) / (0.72 * 1e12))
+    # After it, two fragments of 2 bytes become one of 4; weights as above.
+    moved = SIDE * SIDE * (0.5 * (2 + 2) + (2 + 4) + 2 * 0.5 * 3 * 2)
+    assert update.packed_s + update.exchange_s == pytest.approx(moved / (0.72 * 1e12))
+
+
 def test_the_copy_of_every_fragment_is_launched() -> None:
     (update, _) = hosted([0.0, 0.0], [0, 1], [(0, 1)], replace(FREE, launch_us=10.0))
     # Of two matrices a rank hosts one. Gradients: one fragment packed, two unpacked. Weights: the other's fragment

@@ -115,6 +115,46 @@ def test_each_task_of_an_array_has_its_own_run_and_log(slurm: Slurm, here: Path,
         assert f"seed: {seed}\n" in files.config.read_text()
 
 
+def test_a_job_is_what_its_recipe_asks_slurm_for(slurm: Slurm, here: Path, environment: dict[str, str]) -> None:
+    """The limit is two minutes: canzona's own signal, three minutes before it, would leave no time. Slurm sends signals
+    up to a minute early. The command line's partition wins."""
+    recipe = here / "ours.yaml"
+    recipe.write_text(
+        "# @package _global_\n"
+        "defaults:\n  - qwen3-tiny\n  - _self_\n"
+        "cluster:\n"
+        "  sbatch: [--account=physics, --partition=nowhere, --time=2, --constraint=fast, --mem=1500, --nice=7,\n"
+        "    --comment=for the test, --output=logs/%x.%j.log, --signal=USR1@30]\n"
+    )
+    (here / "logs").mkdir()
+    settings = [setting for setting in SMALL if not setting.startswith(("recipe=", "gpus=", "cluster.nodes="))]
+    done = slurm.command(
+        *(str(CANZONA), "slurm", "--submit", "--partition=other", f"recipe={recipe}", "gpus=1", "train.steps=100000"),
+        *settings,
+        cwd=here,
+        environment=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    number = done.stdout.split("\n", 1)[0].removeprefix("job").strip().split(",")[0]
+    slurm.wait_for(number, "RUNNING")
+    job = slurm.wait_for(number, "PENDING")
+    log = here / "logs" / f"{job['JobName']}.{number}.log"
+    expected = {
+        "Account": "physics",
+        "Partition": "other",
+        "TimeLimit": "00:02:00",
+        "Features": "fast",
+        "MinMemoryNode": "1500M",
+        "StdOut": str(log),
+        "NumNodes": "1",
+        "Restarts": "1",
+        "Requeue": "1",
+    }
+    assert {key: job[key].removesuffix("-1") if key == "NumNodes" else job[key] for key in expected} == expected
+    assert "Comment=for the test" in slurm.ask("scontrol", "show", "job", number)
+    assert ": requeueing (1 of 20)" in log.read_text(), "the signal of the recipe made it save and stop"
+
+
 def test_what_slurm_refuses_is_said_and_leaves_nothing(slurm: Slurm, here: Path, environment: dict[str, str]) -> None:
     done = slurm.command(
         *(str(CANZONA), "slurm", "--submit", "--partition=nowhere", *SMALL), cwd=here, environment=environment

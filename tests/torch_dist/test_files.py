@@ -239,6 +239,9 @@ FORGED: dict[str, tuple[Callable[[Path], None], int, str]] = {
     "a thousand large keys": (
         _with_key(_doubled(19) + b"q\xc8" + b"K\x01h\xc8" * 1000), 5, "elements in keys"
     ),
+    "a table of 2^32 places": (
+        lambda folder: (folder / ".metadata").write_bytes(b"\x80\x04Nr\xff\xff\xff\xff."), 5, "place 4,294,967,295"
+    ),
     "two million mentions": (_index(_mentions(2_000_000)), 5, "overlap"),
 }  # fmt: skip
 
