@@ -5,7 +5,6 @@ import shlex
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from canzona_cli.config.removed import REMOVED_OPTIONS
 from canzona_cli.config.unknown_keys import as_override, missing_feature_problem
 from canzona_cli.errors import Problem, closest
 
@@ -132,8 +131,6 @@ def _sentence(message: str) -> str:
 
 def _other_option(context: Any, option: str, value: str) -> Problem:
     """Suggests a replacement for one option: a setting, another option, or the help page."""
-    if option in REMOVED_OPTIONS:
-        return Problem(key=option, value=value or None, reason="was removed", fix=REMOVED_OPTIONS[option])
     near = closest(option, _options(context), cutoff=0.75)
     takes_overrides = any(part.name == "overrides" for part in context.command.params)
     hint = as_override(option, value, exact=near is not None) if takes_overrides else None

@@ -20,7 +20,6 @@ from canzona_cli.config.recipes import (
     shadows_builtin,
     user_recipes_dirs,
 )
-from canzona_cli.config.removed import bring_up_to_date
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.config.secrets import REFERENCE, content_problems
 from canzona_cli.config.settings import leaves, sections, settings, tree_of
@@ -230,8 +229,6 @@ def _in_config_store(chosen: Mapping[str, Path]) -> Iterator[None]:
             if group in FROM_FILES:
                 content.setdefault("name", path.stem)
             if group == "recipe":
-                if path.parent.name != group:  # recipes in a folder `recipe` must not have removed settings
-                    bring_up_to_date(content)
                 _clear_run_dir(content, path)
                 content = _as_option(content, chosen)
             store.store(_CHOSEN, content, group, package="_global_" if group == "recipe" else _package(path))

@@ -1,4 +1,4 @@
-"""Finds the setting that a user means by an unknown key: a misspelt or removed setting, or a name from
+"""Finds the setting that a user means by an unknown key: a misspelt setting, or a name from
 Megatron, Hugging Face, torchtitan, torchtune or NeMo."""
 
 from collections.abc import Mapping
@@ -7,7 +7,6 @@ from difflib import SequenceMatcher
 from typing import Final
 
 from canzona_cli.config.recipes import GROUPS
-from canzona_cli.config.removed import REMOVED_SETTINGS
 from canzona_cli.config.settings import sections, settings
 from canzona_cli.errors import Problem, closest
 
@@ -147,8 +146,6 @@ def missing_feature_problem(name: str) -> Problem | None:
 
 def unknown_key(key: str, text: object, *, where: str = "") -> Problem:
     """Returns a problem for a key that is not a setting. The fix suggests the most similar setting."""
-    if key in REMOVED_SETTINGS:
-        return Problem(key, f"no longer exists{where}", REMOVED_SETTINGS[key], value=text)
     names = sections().get(key)
     if names is not None:
         example = f"{key}.{min(names)}"

@@ -164,18 +164,11 @@ class KroneckerOptimizer(MatrixOptimizer):
         return {"step": None, **packed}
 
     def convert_state(self, p: torch.Tensor, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns the state with symmetric squares packed, which older versions stored in full, and with or
-        without the state of an unfinished refresh, as this optimizer needs."""
-        shapes, tensors = self.state_shapes(p), dict(state)
-        for name in self.symmetric:
-            for side, length in self._lengths(p):
-                key = f"{name}{side}"
-                if key in tensors and tensors[key].shape == (length, length):
-                    tensors[key] = pack(tensors[key], tensors[key].new_empty(shapes[key] or ()))
-        unfinished = self._initial_refresh_state(p, tensors)
+        """Returns the state with or without the state of an unfinished refresh, as this optimizer needs."""
+        unfinished = self._initial_refresh_state(p, state)
         if self.spread:
-            return {**unfinished, **tensors}
-        return {key: tensor for key, tensor in tensors.items() if key not in unfinished}
+            return {**unfinished, **state}
+        return {key: tensor for key, tensor in state.items() if key not in unfinished}
 
     def _update_group(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
         self._report_pending()

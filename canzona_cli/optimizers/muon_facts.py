@@ -222,7 +222,7 @@ FACTS = (
 
 DISTRUSTED = "distrusted"
 """The key, in a matrix's state and in checkpoints, of the number of updates still to be made in standard
-form. In older checkpoints its value is True."""
+form."""
 STANDARD_STEPS = 100
 """The number of updates in standard form after an untrusted update. After that many steps, a momentum of 0.95
 retains 0.6% of its earlier value. Even if the Gram form is never trusted, trying it costs only 1% of the
@@ -243,7 +243,7 @@ def steps_left(state: State) -> int:
     """Returns the number of further updates of a matrix that will be in standard form."""
     left = state.get(DISTRUSTED, 0)
     assert isinstance(left, int)
-    return STANDARD_STEPS if left is True else left
+    return left
 
 
 def count_down(state: State) -> None:

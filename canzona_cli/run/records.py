@@ -1,7 +1,7 @@
 """The records that the ranks and the launcher of a run write. Writers and readers of a record share its type.
 
-In files that readers can do without, fields have defaults, because an older version or an interrupted writer
-may not have written them.
+In files that readers can do without, fields have defaults, because an interrupted writer may not have written
+them.
 """
 
 import logging

@@ -313,9 +313,6 @@ def test_shapes_are_planned_in_place_of_a_model_with_experts(tmp_path: Path) -> 
         (("plan", "recipe=qwen3-32b", "gpus=4", "--dry-run"), 4, ("gpus=",)),
         (("plan",), 2, ("no recipe is given", "a plan of every size: canzona plan --dry-run")),
         (("plan", "--dry-run", "--compare", "alpha"), 2, ("no recipe is given",)),
-        (("plan", "--plot", "x.png"), 2, ("--plot = x.png", "write --html FILE.html")),
-        (("bench", "--plot", "x.png"), 2, ("--plot = x.png", "write --html FILE.html")),
-        (("report", "--compare", "--plot", "x.png"), 2, ("--plot = x.png", "write --html FILE.html")),
     ],
 )
 def test_bad_input_is_refused_with_a_way_out(
