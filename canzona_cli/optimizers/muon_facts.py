@@ -40,8 +40,8 @@ class Blend:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NewtonSchulzConfig(OptimizerBase):
-    """The settings of optimizers that orthogonalise their update."""
+class MomentumConfig(OptimizerBase):
+    """The settings of Muon and NorMuon."""
 
     PLAUSIBLE_LR: ClassVar[float] = 0.5
     ns_steps: Annotated[int, Range(at_least=1, at_most=100), "Newton-Schulz iterations.", CURVE | PLAN] = 5
@@ -58,11 +58,6 @@ class NewtonSchulzConfig(OptimizerBase):
     scale_factor: Annotated[
         Positive, "Multiplies the scaled update; 0.2 with spectral matches AdamW's update RMS (Moonshot 2025).", CURVE
     ] = 0.2
-
-
-@dataclass(frozen=True, kw_only=True)
-class MomentumConfig(NewtonSchulzConfig):
-    """The settings of Muon and NorMuon."""
 
     momentum: Annotated[Share, "Decay of the momentum.", CURVE] = 0.95
     nesterov: Annotated[bool, "Use Nesterov's form of the momentum.", CURVE] = True

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from canzona_cli.config.compose import compose_run, dump_resolved, load_resolved
-from canzona_cli.config.recipes import RECIPES_DIR_VARIABLE, builtin_recipes_dir, group_options
+from canzona_cli.config.recipes import RECIPES_DIR_VARIABLE, REMOVED_OPTIMIZERS, builtin_recipes_dir, group_options
 from canzona_cli.config.schema import AdamWConfig, CustomConfig, KroneckerConfig, MuonConfig
 from canzona_cli.config.tree import list_recipes
 from canzona_cli.errors import ConfigError, Problem
@@ -155,6 +155,14 @@ class TestHints:
             f"write recipe='{run}/config.yaml' for another run with its settings, "
             f"or canzona resume '{run}' to continue it"
         )
+
+    @pytest.mark.parametrize("name", REMOVED_OPTIMIZERS)
+    def test_a_removed_optimizer_says_what_to_use(self, name: str, tmp_path: Path) -> None:
+        path = mine(tmp_path, f"defaults: [qwen3-tiny]\noptimizer: {{name: {name}, lr: 0.1}}\n")
+        given = {"optimizer": ("recipe=tiny", f"optimizer={name}"), "optimizer.name": (f"recipe={path}",)}
+        for key, overrides in given.items():
+            problem = problems(*overrides)[key]
+            assert (problem.reason, problem.fix) == ("no longer exists", REMOVED_OPTIMIZERS[name])
 
     def test_a_setting_of_another_optimizer_names_its_owner(self) -> None:
         problem = problems("recipe=tiny", "optimizer=adamw", "optimizer.ns_steps=3")["optimizer.ns_steps"]
@@ -510,7 +518,7 @@ FACTORS = (
     ("optimizer", "given", "longest"),
     [
         *(("soap", *case) for case in FACTORS),
-        *((other, *FACTORS[1]) for other in ("shampoo", "kl-shampoo", "soap-muon")),
+        ("shampoo", *FACTORS[1]),
     ],
 )
 def test_experts_have_factors_as_long_as_they_are_wide(optimizer: str, given: tuple[str, ...], longest: int) -> None:
