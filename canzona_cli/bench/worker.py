@@ -136,7 +136,7 @@ def _take_turns(
     configs = {name: load_resolved(inputs.config(name)) for name in turns.names}
     first_config = configs[turns.names[0]]
     layout = resolve(first_config)[1] if turn else read_layout(files.layout)
-    world = join(first_config, layout, alive=record.heart.progress, turn=turn)
+    world = join(first_config, layout, alive=record.watchdog.progress, turn=turn)
     data = build_datasets(first_config, read_corpus(files), cache=first_config.data.cache_root / "indices").train
     running: dict[str, RunningStrategy] = {}
     for name, config in configs.items():
@@ -147,7 +147,7 @@ def _take_turns(
 
     # Choose the same kernels as training on this machine.
     ours = next((config for config in configs.values() if config.execution.ours), first_config)
-    choose_kernels(ours, world.device, begin=lambda shape: record.heart.progress())
+    choose_kernels(ours, world.device, begin=lambda shape: record.watchdog.progress())
 
     def on_turn(name: str, loss: float) -> None:
         record.step, record.loss = len(running[name].losses), loss

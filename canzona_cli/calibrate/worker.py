@@ -40,7 +40,7 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     orders = Orders.read(files)
     effort = orders.effort
     config = load_resolved(files.config)
-    world = join(config, read_layout(files.layout), alive=record.heart.progress)
+    world = join(config, read_layout(files.layout), alive=record.watchdog.progress)
     ranks, device = world.world_size, world.device
     recorder = Recorder(files, writes=rank == 0)
     workers = Team(rank, orders.workers, device)
@@ -89,9 +89,9 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
         measure_model(all_ranks, shorten(config), world, effort, recorder)
     with part("updates"):
         # Choose the same kernels as training on this machine.
-        choose_kernels(config, device, begin=lambda shape: record.heart.progress())
+        choose_kernels(config, device, begin=lambda shape: record.watchdog.progress())
         if workers.member:
-            checked = Record(fast_paths=compare_all(device, record.heart.progress))
+            checked = Record(fast_paths=compare_all(device, record.watchdog.progress))
             recorder.report(checked)
             # Measure updates in the way in which runs with the new profile execute them.
             verified = verified_paths(config.cluster, checked)

@@ -187,8 +187,6 @@ class ValidationLoss:
 
 FIRST_STAGE: Final = "start workers"
 """The first stage of every launch of a run."""
-WAITING: Final = "waiting"
-"""The name of the event that the launcher writes if it has seen no progress for a while."""
 
 
 @dataclass(frozen=True, kw_only=True)
