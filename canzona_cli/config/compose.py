@@ -103,8 +103,7 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
     parsed = parse_overrides(overrides)
     problems = list(parsed.problems)
     run_dir = parsed.values.get("run.dir")
-    saved = expanded(run_dir) / WRITTEN if isinstance(run_dir, str) else None
-    if "recipe" not in parsed.groups and saved is not None and saved.is_file():
+    if "recipe" not in parsed.groups and isinstance(run_dir, str) and (saved := expanded(run_dir) / WRITTEN).is_file():
         parsed = replace(parsed, groups={"recipe": str(saved.absolute()), **parsed.groups})
     chosen = find_options(parsed.groups, dirs, problems)
     if "recipe" not in chosen:
@@ -116,8 +115,7 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
     except ConfigError as error:
         raise ConfigError(*problems, *error.problems) from error
     recipe_file = chosen["recipe"]
-    of_run = is_of_run(recipe_file) or (saved is not None and recipe_file == saved.resolve())
-    if of_run and (other := _other_version(base, recipe_file)):
+    if (of_run := is_of_run(recipe_file)) and (other := _other_version(base, recipe_file)):
         raise ConfigError(*problems, *other)
     recipes = [file for file in files if file.parent.name == "recipe" or file == recipe_file]
     set_keys = {*parsed.values, *overruling_settings(recipes, parsed)}

@@ -116,9 +116,12 @@ def find_option(group: str, choice: str, dirs: Sequence[Path]) -> Path:
 
 
 def is_of_run(file: Path) -> bool:
-    """Returns True if a file is the resolved configuration of a run or of a checkpoint, which lies beside the
-    layout that was chosen for it."""
-    return file.name == WRITTEN and (file.parent / "layout.json").is_file()
+    """Returns True if a file is the resolved configuration of a run or a checkpoint: it lies beside the layout that
+    was chosen for it, or in the run directory that it names."""
+    if file.name != WRITTEN or (file.parent / "layout.json").is_file():
+        return file.name == WRITTEN
+    run = read_yaml(file).get("run")
+    return isinstance(run, Mapping) and Path(str(run.get("dir"))).name == file.parent.name
 
 
 def find_options(chosen: Mapping[str, str], dirs: Sequence[Path], problems: list[Problem]) -> dict[str, Path]:

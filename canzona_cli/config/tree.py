@@ -17,6 +17,7 @@ from canzona_cli.config.recipes import (
     builtin_recipes_dir,
     closest_option,
     group_options,
+    is_of_run,
     shadows_builtin,
     user_recipes_dirs,
 )
@@ -229,20 +230,14 @@ def _in_config_store(chosen: Mapping[str, Path]) -> Iterator[None]:
             if group in FROM_FILES:
                 content.setdefault("name", path.stem)
             if group == "recipe":
-                _clear_run_dir(content, path)
+                run = content.get("run")
+                if is_of_run(path) and isinstance(run, dict):
+                    run["dir"] = None  # another run with these settings must not reuse the directory
                 content = _as_option(content, chosen)
             store.store(_CHOSEN, content, group, package="_global_" if group == "recipe" else _package(path))
         yield
     finally:
         store.repo = stored
-
-
-def _clear_run_dir(content: Mapping[str, object], path: Path) -> None:
-    """Sets `run.dir` to null if the file is the config.yaml of a run directory, so that a run with this file
-    as its recipe does not reuse the directory."""
-    run = content.get("run")
-    if isinstance(run, dict) and path.name == "config.yaml" and Path(str(run.get("dir"))).name == path.parent.name:
-        run["dir"] = None
 
 
 def _as_option(content: dict[str, object], chosen: Collection[str]) -> dict[str, object]:

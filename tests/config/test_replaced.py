@@ -76,8 +76,10 @@ def test_a_new_run_with_the_settings_of_another_derives_anew_what_that_one_had_d
     folder = tmp_path / "run"
     written(folder, "gpus=2", "parallel.tp=2", "train.steps=50")
     recipe = f"recipe={folder / 'config.yaml'}"
-    assert compose_run([recipe, "train.steps=100"]).config.schedule.decay_steps == 50
-    (folder / "layout.json").touch()
+    mine = tmp_path / "mine" / "config.yaml"
+    mine.parent.mkdir()
+    mine.write_text((folder / "config.yaml").read_text())
+    assert compose_run([f"recipe={mine}", "train.steps=100"]).config.schedule.decay_steps == 50
     fresh = resolve(compose_run(["recipe=qwen3-tiny", "gpus=2", "train.steps=100"]).config)[0]
     longer = resolve(compose_run([recipe, "train.steps=100", "gpus=2"]).config)[0]
     assert longer.schedule.complete(100) == fresh.schedule.complete(100)
