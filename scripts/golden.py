@@ -22,7 +22,7 @@ SIZES = ("0.6b", "1.7b", "4b", "8b", "14b", "32b")
 GPUS = (8, 64, 256, 1024)
 OTHERS = ("soap", "shampoo", "normuon", "adamw")
 STRATEGIES = ("paper", "asc", "layerwise", "sc")
-KINDS = ("muon", "normuon", "shampoo", "kl-shampoo", "soap", "soap-muon", "adamw")
+KINDS = ("muon", "normuon", "shampoo", "soap", "adamw")
 COMMANDS = (
     *("", "plan", "train", "bench", "slurm", "validate", "recipes", "clusters", "data", "data prepare"),
     *(

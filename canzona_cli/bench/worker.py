@@ -30,7 +30,7 @@ def sitting_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     inputs, journal = BenchFiles(files.root.parent), Journal(files, writes=rank == 0)
     configs = {name: load_resolved(inputs.config(name)) for name in turns.names}
     first_config = configs[turns.names[0]]
-    world = join(first_config, read_layout(files.layout), alive=record.heart.progress)
+    world = join(first_config, read_layout(files.layout), alive=record.watchdog.progress)
     data = build_datasets(first_config, read_corpus(files), cache=first_config.data.cache_root / "indices").train
     running: dict[str, RunningStrategy] = {}
     for name, config in configs.items():

@@ -20,7 +20,6 @@ from canzona_cli.config.schema import (
     Layout,
     MomentumConfig,
     MuonConfig,
-    NewtonSchulzConfig,
     OptimizerConfig,
     RunConfig,
     ShampooConfig,
@@ -234,7 +233,7 @@ def measured_runs(config: RunConfig) -> tuple[RunConfig, ...]:
     settings, lr = config.optimizer, config.optimizer.lr
     defaults = (MuonConfig(name="muon", lr=lr), SoapConfig(name="soap", lr=lr), ShampooConfig(name="shampoo", lr=lr))
     by_name: dict[str, OptimizerConfig] = {optimizer.name: optimizer for optimizer in defaults}
-    if isinstance(settings, NewtonSchulzConfig | KroneckerConfig):
+    if isinstance(settings, MomentumConfig | KroneckerConfig):
         by_name[settings.name] = settings
     optimizers: list[OptimizerConfig] = []
     for optimizer in by_name.values():

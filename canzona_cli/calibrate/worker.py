@@ -40,7 +40,7 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     orders = Orders.read(files)
     effort = orders.effort
     config = load_resolved(files.config)
-    world = join(config, read_layout(files.layout), alive=record.heart.progress)
+    world = join(config, read_layout(files.layout), alive=record.watchdog.progress)
     ranks, device = world.world_size, world.device
     recorder = Recorder(files, writes=rank == 0)
     workers = Team(rank, orders.workers, device)
@@ -90,7 +90,7 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     with part("updates"):
         try_graphs(config, device)
         if workers.member:
-            checked = Record(fast_paths=compare_all(device, record.heart.progress))
+            checked = Record(fast_paths=compare_all(device, record.watchdog.progress))
             recorder.report(checked)
             # Measure updates in the way in which runs with the new profile execute them.
             verified = verified_paths(config.cluster, checked)

@@ -233,8 +233,7 @@ def saved_run(checkpoint: Path) -> tuple[Manifest, RunConfig]:
 
 
 def saved_data(checkpoint: Path, manifest: Manifest) -> DataPlan | None:
-    """Reads the data plan of a checkpoint; returns None if it has none, because an older canzona saved it or
-    its weights were imported.
+    """Reads the data plan of a checkpoint; returns None if it has none, because its weights were imported.
 
     Raises:
         CheckpointInvalid: the file is missing or damaged.

@@ -20,12 +20,10 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from canzona_cli.fields import Count, CountOrZero, Finite, Range, Ranks
-from canzona_cli.run.codec import parse
+from canzona_cli.run.codec import other_version, parse
 
 FORMAT: Final = "canzona-checkpoint"
 VERSION: Final = 2
-READABLE: Final = (1, VERSION)
-"""The versions of manifests that this canzona can read. Version 1 has no pieces."""
 MANIFEST: Final = "manifest.json"
 NO_OPTIMIZER: Final = "none"
 """The value of `Header.optimizer` in a checkpoint of imported weights, which has masters but no optimizer
@@ -280,9 +278,8 @@ def parse_manifest(text: bytes) -> Manifest:
         raise ValueError("it is not JSON") from None
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise ValueError("it is not the manifest of a checkpoint")
-    if value.get("version") not in READABLE:
-        versions = " and ".join(map(str, READABLE))
-        raise ValueError(f"it has version {value.get('version')!r}; this canzona reads versions {versions}")
+    if value.get("version") != VERSION:
+        raise ValueError(f"it {other_version(value.get('version'), VERSION)}")
     manifest = parse(Manifest, text, strict=True)
     _check(manifest)
     return manifest

@@ -1,7 +1,7 @@
 """Loads the configuration of one run: composes the recipe, groups and overrides with Hydra, then converts the
 values to their types and checks them together."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -17,11 +17,10 @@ from canzona_cli.config.recipes import (
     shadows_builtin,
     user_recipes_dirs,
 )
-from canzona_cli.config.removed import bring_up_to_date
 from canzona_cli.config.replaced import choose_again, drop_replaced, overruling_settings, with_rates
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.secrets import consent_problems, content_problems
-from canzona_cli.config.settings import tree_of
+from canzona_cli.config.settings import leaves, sections, settings, tree_of
 from canzona_cli.config.tree import compose_files, with_values
 from canzona_cli.config.typed import build, stand_in, type_problems
 from canzona_cli.config.unused import config_warnings, unused_problems
@@ -68,21 +67,28 @@ def compose_run(overrides: Sequence[str], *, recipes_dirs: Sequence[Path] = (), 
 
 
 def load_resolved(path: Path) -> RunConfig:
-    """Reads the config.yaml of a run directory, even if an older version of canzona wrote it.
+    """Reads the config.yaml of a run directory.
 
     Raises:
         ConfigError: the file has problems; all are reported at once.
     """
     tree = read_yaml(path)
-    run = tree.get("run")
-    if isinstance(run, dict) and "tensorboard" in run:  # the setting that `trackers` replaced
-        run["trackers"] = ["tensorboard"] if run.pop("tensorboard") else []
-    bring_up_to_date(tree)
+    refuse(_other_version(tree, path))
     unsafe = list(content_problems(tree, display_path(path)))
     config = build(tree, texts={}, where=display_path(path))
     if unsafe or isinstance(config, list):
         raise ConfigError(*unsafe, *(config if isinstance(config, list) else ()))
     return config
+
+
+def _other_version(tree: Mapping[str, object], path: Path) -> list[Problem]:
+    """Returns a problem if the config.yaml of a run has a setting that this version of canzona does not have."""
+    unknown = [key for key, _ in leaves(tree) if key not in settings() and key not in sections()]
+    if not unknown:
+        return []
+    reason = f"was made by another version of canzona, or edited: this version has no setting {unknown[0]}"
+    fix = "use the version of canzona that made it, or start a new run from a recipe"
+    return [Problem(display_path(path), reason, fix)]
 
 
 def dump_resolved(config: RunConfig) -> str:
@@ -97,8 +103,7 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
     parsed = parse_overrides(overrides)
     problems = list(parsed.problems)
     run_dir = parsed.values.get("run.dir")
-    saved = expanded(run_dir) / WRITTEN if isinstance(run_dir, str) else None
-    if "recipe" not in parsed.groups and saved is not None and saved.is_file():
+    if "recipe" not in parsed.groups and isinstance(run_dir, str) and (saved := expanded(run_dir) / WRITTEN).is_file():
         parsed = replace(parsed, groups={"recipe": str(saved.absolute()), **parsed.groups})
     chosen = find_options(parsed.groups, dirs, problems)
     if "recipe" not in chosen:
@@ -110,10 +115,12 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
     except ConfigError as error:
         raise ConfigError(*problems, *error.problems) from error
     recipe_file = chosen["recipe"]
+    if (of_run := is_of_run(recipe_file)) and (other := _other_version(base, recipe_file)):
+        raise ConfigError(*problems, *other)
     recipes = [file for file in files if file.parent.name == "recipe" or file == recipe_file]
     set_keys = {*parsed.values, *overruling_settings(recipes, parsed)}
     drop_replaced(tree, parsed, set_keys, problems)
-    if is_of_run(recipe_file) or (saved is not None and recipe_file == saved.resolve()):
+    if of_run:
         choose_again(tree, base, parsed)
     typed_files = [path for group, path in chosen.items() if is_file_name(parsed.groups[group])]
     where = " with ".join(map(display_path, dict.fromkeys([recipe_file, *typed_files])))

@@ -20,6 +20,11 @@ _FAMILIES = ("qwen3-", "llama3-")
 """The prefixes that users may omit from names. The first prefix that gives an existing name is used."""
 FROM_FILES = ("recipe", "cluster")
 """The groups whose option may also be the path of a file."""
+REMOVED_OPTIMIZERS: Final[Mapping[str, str]] = {
+    "kl-shampoo": "use soap or shampoo, or optimizer=custom with emerging_optimizers.soap:REKLS (recipes/README.md)",
+    "soap-muon": "use soap or muon, or optimizer=custom with your own class (recipes/README.md)",
+}
+"""The fix for each optimizer that canzona no longer has."""
 WRITTEN: Final = "config.yaml"
 """The file in a run directory that records the settings of the run, with all automatic choices filled in."""
 
@@ -111,9 +116,12 @@ def find_option(group: str, choice: str, dirs: Sequence[Path]) -> Path:
 
 
 def is_of_run(file: Path) -> bool:
-    """Returns True if a file is the resolved configuration of a run or of a checkpoint, which lies beside the
-    layout that was chosen for it."""
-    return file.name == WRITTEN and (file.parent / "layout.json").is_file()
+    """Returns True if a file is the resolved configuration of a run or a checkpoint: it lies beside the layout that
+    was chosen for it, or in the run directory that it names."""
+    if file.name != WRITTEN or (file.parent / "layout.json").is_file():
+        return file.name == WRITTEN
+    run = read_yaml(file).get("run")
+    return isinstance(run, Mapping) and Path(str(run.get("dir"))).name == file.parent.name
 
 
 def find_options(chosen: Mapping[str, str], dirs: Sequence[Path], problems: list[Problem]) -> dict[str, Path]:
@@ -141,6 +149,8 @@ def _unknown_option(group: str, choice: str, dirs: Sequence[Path]) -> Problem:
     """Returns a problem for an unknown option. The fix names the file that `choice` seems to mean; if there is
     none, it suggests the closest option and lists all options."""
     options = group_options(group, dirs)
+    if group == "optimizer" and choice in REMOVED_OPTIMIZERS:
+        return Problem(group, "no longer exists", REMOVED_OPTIMIZERS[choice], value=choice)
     if group == "recipe" and (expanded(choice) / WRITTEN).is_file():
         return Problem(group, "is a folder", f"write recipe={Path(choice) / WRITTEN}", value=choice)
     for file in (f"{choice}.yaml", f"{choice}.yml") if group in FROM_FILES else ():

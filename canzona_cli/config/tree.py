@@ -17,10 +17,10 @@ from canzona_cli.config.recipes import (
     builtin_recipes_dir,
     closest_option,
     group_options,
+    is_of_run,
     shadows_builtin,
     user_recipes_dirs,
 )
-from canzona_cli.config.removed import bring_up_to_date
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.config.secrets import REFERENCE, content_problems
 from canzona_cli.config.settings import leaves, sections, settings, tree_of
@@ -230,22 +230,14 @@ def _in_config_store(chosen: Mapping[str, Path]) -> Iterator[None]:
             if group in FROM_FILES:
                 content.setdefault("name", path.stem)
             if group == "recipe":
-                if path.parent.name != group:  # recipes in a folder `recipe` must not have removed settings
-                    bring_up_to_date(content)
-                _clear_run_dir(content, path)
+                run = content.get("run")
+                if is_of_run(path) and isinstance(run, dict):
+                    run["dir"] = None  # another run with these settings must not reuse the directory
                 content = _as_option(content, chosen)
             store.store(_CHOSEN, content, group, package="_global_" if group == "recipe" else _package(path))
         yield
     finally:
         store.repo = stored
-
-
-def _clear_run_dir(content: Mapping[str, object], path: Path) -> None:
-    """Sets `run.dir` to null if the file is the config.yaml of a run directory, so that a run with this file
-    as its recipe does not reuse the directory."""
-    run = content.get("run")
-    if isinstance(run, dict) and path.name == "config.yaml" and Path(str(run.get("dir"))).name == path.parent.name:
-        run["dir"] = None
 
 
 def _as_option(content: dict[str, object], chosen: Collection[str]) -> dict[str, object]:

@@ -9,7 +9,7 @@ from typing import get_type_hints
 from pydantic import ValidationError
 
 from canzona_cli.config.reading import adapter
-from canzona_cli.config.removed import REMOVED_VALUES
+from canzona_cli.config.recipes import REMOVED_OPTIMIZERS
 from canzona_cli.config.schema import OPTIMIZERS, RunConfig
 from canzona_cli.config.settings import Setting, leaves, sections, setting_of, settings, tree_of
 from canzona_cli.config.tree import with_values
@@ -234,9 +234,8 @@ def _bad_entry(key: str, value: object, reason: str, texts: Mapping[str, str], w
 
 
 def _not_a_choice(setting: Setting, value: object) -> Problem:
-    if (setting.key, str(value)) in REMOVED_VALUES:
-        instead, _ = REMOVED_VALUES[setting.key, str(value)]
-        return Problem(setting.key, "no longer exists", instead, value=value)
+    if setting.key == "optimizer.name" and str(value) in REMOVED_OPTIMIZERS:
+        return Problem(setting.key, "no longer exists", REMOVED_OPTIMIZERS[str(value)], value=value)
     hint = closest(str(value), setting.choices)
     listed = ", ".join(setting.choices)
     null = _OR_NULL if setting.optional else ""

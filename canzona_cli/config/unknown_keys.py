@@ -7,7 +7,6 @@ from difflib import SequenceMatcher
 from typing import Final
 
 from canzona_cli.config.recipes import GROUPS
-from canzona_cli.config.removed import REMOVED_SETTINGS
 from canzona_cli.config.settings import sections, settings
 from canzona_cli.errors import Problem, closest
 
@@ -145,10 +144,19 @@ def missing_feature_problem(name: str) -> Problem | None:
     return None
 
 
+REMOVED: Final[Mapping[str, str]] = {
+    "run.trace_steps": "use run.profile_steps: torch's profiler writes a Chrome trace of each rank",
+    "engine.layout": "leave it out: engine=paper keeps Megatron's order of buckets, engine=canzona sorts them by owner",
+    "engine.grouping": "leave it out: engine=paper has the paper's micro-groups",
+    "cluster.symmetric_factor": "leave it out: symmetric matmuls take as long as general ones of their size",
+}
+"""The fixes for removed settings."""
+
+
 def unknown_key(key: str, text: object, *, where: str = "") -> Problem:
     """Returns a problem for a key that is not a setting. The fix suggests the most similar setting."""
-    if key in REMOVED_SETTINGS:
-        return Problem(key, f"no longer exists{where}", REMOVED_SETTINGS[key], value=text)
+    if key in REMOVED:
+        return Problem(key, f"no longer exists{where}", REMOVED[key], value=text)
     names = sections().get(key)
     if names is not None:
         example = f"{key}.{min(names)}"

@@ -313,13 +313,12 @@ def factor_bytes(algorithm: Algorithm, rows: int, cols: int) -> int:
     """Counts the bytes of a matrix's fp32 state besides its moments.
 
     Shampoo and SOAP keep, for each preconditioned side, a packed statistic and a packed root (Shampoo) or a
-    square basis (SOAP), and the intermediate results of a spread refresh. KL-Shampoo also keeps eigenvalues,
-    and NorMuon one number per row.
+    square basis (SOAP), and the intermediate results of a spread refresh. NorMuon keeps one number per row.
     """
     rule, spread = RULES[algorithm.name], algorithm.spread
     packed, squares = rule.packed + spread * rule.begun_packed, rule.squares + spread * rule.begun_squares
     sides = factored_sides(algorithm, rows, cols)
-    factors = sum(packed * packed_elements(side) + squares * side**2 + rule.vectors * side for side in sides)
+    factors = sum(packed * packed_elements(side) + squares * side**2 for side in sides)
     return FP32 * (rule.row_vectors * rows + factors)
 
 

@@ -54,7 +54,6 @@ def workspace_bytes(
       block.
     - Shampoo and SOAP, in fp32: one square (on GPUs at least `STACKED_SQUARES` elements), one matrix, and one
       matrix for each preconditioned side.
-    - SOAP-Muon: the scratch of SOAP, and Muon's iterates and squares in standard form without stacking.
 
     Args:
         batches: for each optimizer, the shapes of the matrices that it updates in one call.
@@ -77,10 +76,7 @@ def workspace_bytes(
     square = max((side**2 for side in sides), default=0)
     if sides and config.cluster.device != "cpu":
         square = max(square, STACKED_SQUARES)
-    scratch = FP32 * (square + largest + sum(max(sizes, default=0) for sizes in (left, right)))
-    if RULES[algorithm.name].orthogonal:
-        scratch += 2 * config.train.weight_bytes * (largest + max((min(shape) ** 2 for shape in shapes), default=0))
-    return scratch
+    return FP32 * (square + largest + sum(max(sizes, default=0) for sizes in (left, right)))
 
 
 def _muon(

@@ -21,7 +21,6 @@ from canzona_cli.config.schema import (
     Device,
     KroneckerConfig,
     MomentumConfig,
-    NewtonSchulzConfig,
     OptimizerConfig,
     Precision,
     RootMethod,
@@ -135,11 +134,10 @@ def _algorithm(optimizer: OptimizerConfig, precision: Precision) -> Algorithm:
         like = optimizer.cost_like
         return Algorithm(name=like, custom=True, grafting="adam" if like == "shampoo" else "none", precision=precision)
     algorithm = Algorithm(name=optimizer.name)
-    if isinstance(optimizer, NewtonSchulzConfig):
-        algorithm = replace(algorithm, ns_steps=optimizer.ns_steps, precision=precision)
     if isinstance(optimizer, MomentumConfig):
         form = "standard" if optimizer.coefficients in STANDARD_ONLY else optimizer.form
-        algorithm = replace(algorithm, form=form, stack=optimizer.stack)
+        steps = optimizer.ns_steps
+        algorithm = replace(algorithm, ns_steps=steps, precision=precision, form=form, stack=optimizer.stack)
     if isinstance(optimizer, KroneckerConfig):
         period, longest = optimizer.precondition_frequency, optimizer.max_preconditioner_dim
         spread = optimizer.stagger and period > 1
@@ -392,8 +390,6 @@ def _modelled(
     if algorithm.stack is True:
         stacked = min(PRICED_STACK, max(2, _fitting(algorithm, rows, cols, cluster)))
     step = duration(every, _unit(algorithm), cluster, stacked, replayed=algorithm.graph)
-    if every.iteration:
-        step = summed((step, duration(every.iteration, algorithm.precision, cluster)))
     refreshes = [duration(part, "fp32", cluster, stacked) for part in parts]
     if not refreshes:
         return step, (step.alone_s,)
@@ -477,9 +473,6 @@ def flops(algorithm: Algorithm, rows: int, cols: int) -> float:
       matmul for both the estimated eigenvalues and the power iteration, 2 k^3, and a QR, 8/3 k^3 (about
       4 k^3 if the refresh is spread over the period, because each part is projected on the earlier
       columns); rotating the first moment to the new bases takes 4 r^2 c + 4 r c^2;
-    - kl-shampoo: statistics 2 r^2 c + 2 r c^2, whitening and rotation 6 r^2 c + 6 r c^2 + 2 m^2 n; a refresh
-      takes, for each side, a matmul and a QR as in soap;
-    - soap-muon: soap and muon;
     - adamw: 15 per element.
 
     A side longer than `max_preconditioner_dim` is not preconditioned, so the terms of its preconditioner are

@@ -2,9 +2,8 @@
 tokenizer.
 
 The files are written under temporary names while the prefix is locked, and renamed at the end, so a build
-that is interrupted or fails before that leaves an older pair untouched. If the input is large, an interrupted
-build keeps the tokens of finished inputs, and the next build continues from there. The pair is the same, byte
-for byte, however often the build was interrupted and however many processes it used.
+that is interrupted or fails before that leaves an older pair untouched. The pair is the same, byte for byte,
+however many processes a build used.
 """
 
 import errno
@@ -14,22 +13,21 @@ import platform
 import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Literal
 
 from canzona_cli import __version__
 from canzona_cli.data.encode import Encoded, Recipe, encode_in_order
-from canzona_cli.data.indexed import PairCounts, PairWriter, bin_path, can_continue, idx_path, temporary_path
+from canzona_cli.data.indexed import PairWriter, bin_path, idx_path
 from canzona_cli.data.reading import (
     Batch,
     DocumentUnit,
     Reader,
     ReadSettings,
     fix_of,
-    open_source,
     piece_bytes,
     pieces,
 )
@@ -43,15 +41,12 @@ from canzona_cli.data.tokenizers import (
     train_bpe,
 )
 from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, Problem, refuse, write_error
-from canzona_cli.run.codec import load_if_valid, save
 from canzona_cli.run.machine import cores
 
-Stage = Literal["read input", "learn vocabulary", "tokenise", "write"]
+Stage = Literal["learn vocabulary", "tokenise", "write"]
 
-RECORD_INTERVAL = 16 << 20
-"""The minimum number of input bytes between two records of a build's progress on the disk. A build that still
-has to read at least twice as many bytes uses a pool of processes."""
-_MAX_RECORDS = 64
+_LEAST_PARALLEL = 32 << 20
+"""The number of input bytes from which a build uses a pool of processes."""
 _MAX_BAD_LINES_SHOWN = 5
 _MAX_INPUTS_LISTED = 1000
 DEFAULT_VOCAB_SIZE = 16384
@@ -65,7 +60,7 @@ class Progress:
     done: int
     """The bytes of input that have been read, before decompression; 0 in the stage `write`."""
     total: int | None
-    """The bytes of all inputs; None if unknown, and in the stages `read input` and `write`."""
+    """The bytes of all inputs; None if unknown, and in the stage `write`."""
     tokens: int = 0
     documents: int = 0
 
@@ -107,8 +102,6 @@ class BuiltPair:
     sidecar: Sidecar
     skipped: tuple[str, ...]
     """The binary files in folders, which were skipped."""
-    inputs_done_before: int
-    """The number of inputs that an earlier, interrupted build had finished."""
     vocabulary_sampled: bool
     """True if a bpe was trained on a sample of the text."""
     requested_vocab_size: int | None
@@ -136,114 +129,53 @@ def build_pair(sources: Sequence[Source], prefix: Path, settings: BuildSettings,
     """
     if settings.workers is not None:
         os.environ["RAYON_NUM_THREADS"] = str(settings.workers)  # read when the tokenizer's thread pool starts
-    with _spool_inputs(sources, prefix, settings, on_progress) as readable:
-        read_settings = ReadSettings(
-            piece=piece_bytes(sources),
-            document=settings.document,
-            text_key=settings.text_key,
-            template=settings.template,
-        )
-        tokenizer, sampled = _make_tokenizer(readable, read_settings, settings, on_progress)
-        recipe = Recipe(tokenizer=tokenizer, read=read_settings)
-        earlier = _finished_inputs(prefix, recipe, readable)
-        continue_at = None if earlier is None else earlier.written
-        with PairWriter(prefix, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod, after=continue_at) as writer:
-            tally = _tokenise(readable, recipe, earlier, writer, settings, on_progress)
-            written = writer.written
-            if written.documents == 0:
-                reason, fix = "the inputs contain no text", "name files that are not empty"
-                raise ConfigError(Problem("INPUT", reason, fix))
-            counts = {"tokens": written.tokens, "documents": written.documents}
-            on_progress(Progress(stage="write", done=0, total=None, **counts))
-            writer.finish()
-            tokenizer_json = tokenizer.to_json()
-            sidecar = _describe(tokenizer, tokenizer_json, tally, writer, settings)
-            companions = [(sidecar_path(prefix), dump_sidecar(sidecar))]
-            if tokenizer_json is not None:
-                companions.insert(0, (saved_tokenizer_path(prefix), tokenizer_json))
-            writer.publish(*companions)
-            writer.keep = False
-            if tokenizer_json is None:
-                saved_tokenizer_path(prefix).unlink(missing_ok=True)  # the replaced pair may have had one
-            _finished_path(prefix).unlink(missing_ok=True)
+    read_settings = ReadSettings(
+        piece=piece_bytes(sources),
+        document=settings.document,
+        text_key=settings.text_key,
+        template=settings.template,
+    )
+    tokenizer, sampled = _make_tokenizer(sources, read_settings, settings, on_progress)
+    with PairWriter(prefix, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod) as writer:
+        tally = _tokenise(sources, Recipe(tokenizer=tokenizer, read=read_settings), writer, settings, on_progress)
+        if writer.documents == 0:
+            reason, fix = "the inputs contain no text", "name files that are not empty"
+            raise ConfigError(Problem("INPUT", reason, fix))
+        counts = {"tokens": writer.tokens, "documents": writer.documents}
+        on_progress(Progress(stage="write", done=0, total=None, **counts))
+        writer.finish()
+        tokenizer_json = tokenizer.to_json()
+        sidecar = _describe(tokenizer, tokenizer_json, tally, writer, settings)
+        companions = [(sidecar_path(prefix), dump_sidecar(sidecar))]
+        if tokenizer_json is not None:
+            companions.insert(0, (saved_tokenizer_path(prefix), tokenizer_json))
+        writer.publish(*companions)
+        if tokenizer_json is None:
+            saved_tokenizer_path(prefix).unlink(missing_ok=True)  # the replaced pair may have had one
     return BuiltPair(
         prefix=prefix,
         sidecar=sidecar,
         skipped=tuple(tally.skipped),
-        inputs_done_before=0 if earlier is None else earlier.inputs,
         vocabulary_sampled=sampled,
         requested_vocab_size=settings.bpe_entries if settings.tokenizer == "bpe" else None,
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class FinishedInputs:
-    """A record of a build's finished inputs, whose tokens are all on the disk."""
-
-    inputs: int
-    fingerprint: str
-    """The hash of these inputs and of the settings that tokenised them."""
-    written: PairCounts
-    tally: Tally
-
-
-def _finished_path(prefix: Path) -> Path:
-    return prefix.with_name(f".{prefix.name}.finished")
-
-
-def _finished_inputs(prefix: Path, recipe: Recipe, sources: Sequence[Source]) -> FinishedInputs | None:
-    """Returns the record of an interrupted build of the same sources; None if there is none.
-
-    A record that does not match the sources, the settings or the files on the disk is removed.
-    """
-    earlier = load_if_valid(_finished_path(prefix), FinishedInputs)
-    if (
-        earlier is not None
-        and earlier.inputs <= len(sources)
-        and earlier.fingerprint == recipe.fingerprint(sources[: earlier.inputs])
-        and can_continue(prefix, earlier.written, recipe.tokenizer.vocab_size)
-    ):
-        return earlier
-    _finished_path(prefix).unlink(missing_ok=True)
-    return None
-
-
 def _tokenise(
-    sources: Sequence[Source],
-    recipe: Recipe,
-    earlier: FinishedInputs | None,
-    writer: PairWriter,
-    settings: BuildSettings,
-    on_progress: OnProgress,
+    sources: Sequence[Source], recipe: Recipe, writer: PairWriter, settings: BuildSettings, on_progress: OnProgress
 ) -> Tally:
-    """Tokenises and writes all documents that are not finished yet; returns the counts over all inputs.
-
-    If the size of all inputs is known, the finished inputs are recorded on the disk whenever at least
-    `RECORD_INTERVAL` bytes and a 64th of all bytes have been read since the last record.
-    """
-    tally, finished_inputs = (Tally(), 0) if earlier is None else (earlier.tally, earlier.inputs)
-    writer.keep = earlier is not None
-    total = _total_bytes(sources)
-    reader = Reader(settings=recipe.read, bytes_read=_total_bytes(sources[:finished_inputs]) or 0)
-    finished_bytes = recorded_bytes = reader.bytes_read
-    parallel = total is not None and total - reader.bytes_read >= 2 * RECORD_INTERVAL
-    workers = (settings.workers or cores()) if parallel else 1
-    for result in encode_in_order(_read_all(sources[finished_inputs:], reader), recipe, workers):
+    """Tokenises and writes all documents; returns the counts over all inputs."""
+    tally, total = Tally(), _total_bytes(sources)
+    reader = Reader(settings=recipe.read)
+    workers = (settings.workers or cores()) if total is not None and total >= _LEAST_PARALLEL else 1
+    for result in encode_in_order(_read_all(sources, reader), recipe, workers):
         if isinstance(result, Encoded):
             tally.add(result.tally)
             writer.add(result.tokens, result.lengths, result.last)
             _refuse_bad_lines(tally, settings.max_bad, recipe.read.text_key)
         else:
             tally.add(result)
-            finished_inputs += 1
-            finished_bytes += sum(record.bytes for record in result.records)
-            if total is not None and finished_bytes - recorded_bytes >= max(RECORD_INTERVAL, total // _MAX_RECORDS):
-                writer.sync()
-                written, fingerprint = writer.written, recipe.fingerprint(sources[:finished_inputs])
-                finished = FinishedInputs(inputs=finished_inputs, fingerprint=fingerprint, written=written, tally=tally)
-                save(_finished_path(writer.prefix), finished, indented=False)
-                writer.keep, recorded_bytes = True, finished_bytes
-        counts = {"tokens": writer.written.tokens, "documents": writer.written.documents}
+        counts = {"tokens": writer.tokens, "documents": writer.documents}
         on_progress(Progress(stage="tokenise", done=reader.bytes_read, total=total, **counts))
     return tally
 
@@ -299,7 +231,7 @@ def _make_tokenizer(
             on_progress(Progress(stage="learn vocabulary", done=reader.bytes_read, total=total))
         on_progress(Progress(stage="learn vocabulary", done=total, total=total))
 
-    tokenizer = train_bpe(sample(), settings.bpe_entries, workers=settings.workers)
+    tokenizer = train_bpe(sample(), settings.bpe_entries)
     return tokenizer, is_sample
 
 
@@ -311,7 +243,6 @@ def _total_bytes(sources: Sequence[Source]) -> int | None:
 def _describe(
     tokenizer: Tokenizer, tokenizer_json: str | None, tally: Tally, writer: PairWriter, settings: BuildSettings
 ) -> Sidecar:
-    written = writer.written
     inputs = hashlib.sha256("".join(f"{record.sha256}\n" for record in tally.records).encode())
     return Sidecar(
         tokenizer_kind=tokenizer.kind,
@@ -319,10 +250,10 @@ def _describe(
         tokenizer_sha256=None if tokenizer_json is None else hashlib.sha256(tokenizer_json.encode()).hexdigest(),
         vocab_size=tokenizer.vocab_size,
         eod=tokenizer.eod,
-        tokens=written.tokens,
-        documents=written.documents,
-        sequences=written.sequences,
-        max_token_id=written.max_token_id,
+        tokens=writer.tokens,
+        documents=writer.documents,
+        sequences=writer.sequences,
+        max_token_id=writer.max_token_id,
         dtype=writer.dtype.__name__,
         text_bytes=tally.text_bytes,
         replaced=tally.replaced,
@@ -337,43 +268,6 @@ def _describe(
         python=platform.python_version(),
         canzona=__version__,
     )
-
-
-@contextmanager
-def _spool_inputs(
-    sources: Sequence[Source], prefix: Path, settings: BuildSettings, on_progress: OnProgress
-) -> Iterator[list[Source]]:
-    """Yields the sources. For a bpe, inputs of unknown size (pipes) are replaced by copies on the disk.
-
-    A bpe reads its inputs twice: for the vocabulary and for the ids. The copies are removed after the block.
-    """
-    if settings.tokenizer != "bpe" or all(source.size is not None for source in sources):
-        yield list(sources)
-        return
-    spools: list[Path] = []
-    readable: list[Source] = []
-    try:
-        for source in sources:
-            if source.size is not None:
-                readable.append(source)
-                continue
-            spools.append(temporary_path(prefix.with_name(f"{prefix.name}.input{len(spools)}")))
-            size = _copy(source, spools[-1], on_progress)
-            readable.append(replace(source, path=spools[-1], size=size))
-        yield readable
-    finally:
-        for spool in spools:
-            spool.unlink(missing_ok=True)
-
-
-def _copy(source: Source, target: Path, on_progress: OnProgress) -> int:
-    copied_bytes = 0
-    with open_source(source) as stream, open(target, "wb") as out:
-        while block := stream.read1(1 << 20):
-            out.write(block)
-            copied_bytes += len(block)
-            on_progress(Progress(stage="read input", done=copied_bytes, total=None))
-    return copied_bytes
 
 
 def _refuse_bad_lines(tally: Tally, limit: int, key: str) -> None:
@@ -401,7 +295,5 @@ def disk_problem(prefix: Path, error: OSError) -> EnvironmentProblem:
         free = 0
         with suppress(OSError):
             free = shutil.disk_usage(prefix.parent).free
-        continues = "the same command continues after the finished inputs"
-        state = continues if _finished_path(prefix).exists() else "no files were left behind"
-        fix = f"make room ({free / 2**20:,.0f} MiB are free) or choose another disk; {state}"
+        fix = f"make room ({free / 2**20:,.0f} MiB are free) or choose another disk; no files were left behind"
     return write_error("--output", str(prefix), error, fix=fix)

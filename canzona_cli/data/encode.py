@@ -1,14 +1,12 @@
 """Converts batches of text to tokens, in this process or in a pool of processes. The order of the batches is
 kept."""
 
-import hashlib
-import json
 import multiprocessing
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +17,7 @@ from canzona_cli.data.reading import (
     ReadSettings,
     pieces,
 )
-from canzona_cli.data.sidecar import FORMAT, Tally
-from canzona_cli.data.sources import Source
+from canzona_cli.data.sidecar import Tally
 from canzona_cli.data.tokenizers import (
     TokenArray,
     Tokenizer,
@@ -36,21 +33,6 @@ class Recipe:
 
     tokenizer: Tokenizer
     read: ReadSettings
-
-    def fingerprint(self, sources: Sequence[Source]) -> str:
-        """Returns a hash of everything on which the tokens of these sources depend.
-
-        The hash covers a source's path, size, modification time and inode, not its content.
-        """
-        tokenizer = self.tokenizer
-        settings = [FORMAT, tokenizer.kind, tokenizer.eod, tokenizer.to_json(), asdict(self.read)]
-        inputs = []
-        for source in sources:
-            status = None if source.path is None else source.path.stat()
-            path = None if source.path is None else str(source.path.absolute())
-            version = None if status is None else (status.st_size, status.st_mtime_ns, status.st_ino)
-            inputs.append((source.label, path, version, source.format))
-        return hashlib.sha256(json.dumps([settings, inputs]).encode()).hexdigest()
 
 
 def encode_in_order(

@@ -53,54 +53,32 @@ def temporary_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp")
 
 
-@dataclass(frozen=True, kw_only=True)
-class PairCounts:
-    """The numbers of tokens, documents and sequences in a pair, finished or not."""
-
-    tokens: int = 0
-    documents: int = 0
-    sequences: int = 0
-    max_token_id: int = 0
-    """The largest token id in the pair."""
-
-
 class PairWriter:
     """A writer of one pair. It streams documents into temporary files, which `publish` renames.
 
-    The caller must hold the prefix's lock. Unless `keep` is set, leaving the `with` block removes the
-    remaining temporary files. The parts of the index are streamed to the disk too, so memory does not depend
-    on the number of documents.
+    The caller must hold the prefix's lock. Leaving the `with` block removes the remaining temporary files. The
+    parts of the index are streamed to the disk too, so memory does not depend on the number of documents.
 
     Args:
         prefix: the pair's path without extension; its folder must exist.
         vocab_size: the vocabulary size, which determines the type of the ids.
         eod: the id written after every document.
-        after: the counts at which to continue the temporary files that an earlier writer kept; None to start
-            new files.
     """
 
-    def __init__(self, prefix: Path, *, vocab_size: int, eod: int, after: PairCounts | None = None) -> None:
+    def __init__(self, prefix: Path, *, vocab_size: int, eod: int) -> None:
         self.prefix = prefix
         self.dtype = token_dtype(vocab_size)
         self.item_bytes = np.dtype(self.dtype).itemsize
-        self.written = after or PairCounts()
-        self.keep = False
-        """True to leave the temporary files of an unfinished pair on the disk."""
-        self._continues = after is not None
+        self.tokens = self.documents = self.sequences = self.max_token_id = 0
         self._eod = eod
         self._document_tokens = 0
         self._temporaries = [*_unfinished_files(prefix), temporary_path(idx_path(prefix))]
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
-        streams = []
-        for path, size in zip(_unfinished_files(self.prefix), _file_sizes(self.written, self.dtype), strict=True):
-            # A buffer of 4 MiB turns many small documents into few large writes.
-            stream = self._open.enter_context(path.open("r+b" if self._continues else "wb", buffering=4 << 20))
-            stream.truncate(size)
-            stream.seek(size)
-            streams.append(stream)
-        self._bin, self._lengths, self._ends = streams
+        # A buffer of 4 MiB turns many small documents into few large writes.
+        files = (path.open("wb", buffering=4 << 20) for path in _unfinished_files(self.prefix))
+        self._bin, self._lengths, self._ends = map(self._open.enter_context, files)
         return self
 
     def __exit__(
@@ -108,8 +86,6 @@ class PairWriter:
     ) -> None:
         with suppress(OSError):  # flushing to a full disk fails again, but the files still have to be removed
             self._open.close()
-        if self.keep:
-            return
         for path in self._temporaries:
             path.unlink(missing_ok=True)
 
@@ -133,23 +109,16 @@ class PairWriter:
         self._document_tokens = int(token_ends[-1]) - document_start
         stored = lengths.astype("<i4")
         stored[ending] += 1
-        ends = np.cumsum(stored > 0)[ending] + self.written.sequences
+        ends = np.cumsum(stored > 0)[ending] + self.sequences
         block = np.insert(tokens, token_ends[ending], self._eod)
         self._bin.write(block.data)
         stored = stored[stored > 0]
         self._lengths.write(stored.data)
         self._ends.write(ends.astype("<i8").data)
-        self.written = PairCounts(
-            tokens=self.written.tokens + len(block),
-            documents=self.written.documents + len(ends),
-            sequences=self.written.sequences + len(stored),
-            max_token_id=max(self.written.max_token_id, int(block.max(initial=0))),
-        )
-
-    def sync(self) -> None:
-        """Syncs everything written so far to the disk."""
-        for stream in (self._bin, self._lengths, self._ends):
-            _sync(stream)
+        self.tokens += len(block)
+        self.documents += len(ends)
+        self.sequences += len(stored)
+        self.max_token_id = max(self.max_token_id, int(block.max(initial=0)))
 
     def finish(self) -> None:
         """Writes the index and syncs both files to the disk, still under their temporary names."""
@@ -157,13 +126,12 @@ class PairWriter:
         _sync(self._bin)
         self._open.close()
         code = next(code for code, name in _DTYPE_CODES.items() if name == np.dtype(self.dtype).name)
-        written = self.written
         with (
             open(temporary_path(idx_path(self.prefix)), "wb") as index,
             open(self._lengths.name, "rb") as lengths,
             open(self._ends.name, "rb") as document_ends,
         ):
-            index.write(_HEADER.pack(MAGIC, VERSION, code, written.sequences, written.documents + 1))
+            index.write(_HEADER.pack(MAGIC, VERSION, code, self.sequences, self.documents + 1))
             shutil.copyfileobj(lengths, index, 4 << 20)
             lengths.seek(0)
             offset = 0
@@ -205,25 +173,11 @@ class PairWriter:
             sync_folder(self.prefix.parent)
 
 
-def can_continue(prefix: Path, written: PairCounts, vocab_size: int) -> bool:
-    """Returns True if the temporary files of an unfinished pair contain at least the data of `written`."""
-    sizes = _file_sizes(written, token_dtype(vocab_size))
-    return all(
-        path.is_file() and path.stat().st_size >= size
-        for path, size in zip(_unfinished_files(prefix), sizes, strict=True)
-    )
-
-
 def _unfinished_files(prefix: Path) -> tuple[Path, Path, Path]:
     """Returns the temporary files of an unfinished pair: token ids, sequence lengths and document ends."""
     names = (bin_path(prefix).name, f"{prefix.name}.lengths", f"{prefix.name}.ends")
     ids, lengths, ends = (temporary_path(prefix.with_name(name)) for name in names)
     return ids, lengths, ends
-
-
-def _file_sizes(written: PairCounts, dtype: type[np.generic]) -> tuple[int, int, int]:
-    """Returns the sizes in bytes of the temporary files: token ids, sequence lengths and document ends."""
-    return written.tokens * np.dtype(dtype).itemsize, 4 * written.sequences, 8 * written.documents
 
 
 def _sync(stream: object) -> None:

@@ -64,6 +64,9 @@ def prepare(request: PrepareRequest, on_progress: OnProgress) -> BuiltPair:
         problems.append(Problem("INPUT", "there are no inputs", "name files, folders, - or stdlib"))
     problems += _setting_problems(request)
     problems += _output_problems(prefix, sources, request)
+    if request.tokenizer == "bpe" and any(source.size is None for source in sources):
+        reason, fix = "a bpe reads its text twice, which a pipe cannot", "name files, or use an existing tokenizer.json"
+        problems.append(Problem("INPUT", reason, fix, value="-"))
     environment = [*_disk_problems(prefix, sources, request), *_package_problems(sources)]
     if problems:
         raise ConfigError(*problems, *environment)

@@ -13,7 +13,6 @@ import io
 import json
 import lzma
 import re
-import select
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -51,8 +50,6 @@ _BATCH_BYTES: Final = 2 << 20
 _BATCH_ITEMS: Final = 8192
 _PARQUET_ROWS: Final = 128
 
-_POLL_S = 0.2
-"""The interval in seconds at which a read of a pipe checks for signals."""
 LONGEST_LINE = 128 << 20
 """The maximum length of a line in bytes. Longer lines are skipped, because parsing a line takes several times
 as much memory."""
@@ -312,22 +309,9 @@ def package_problem(label: str) -> Problem:
 def open_source(source: Source) -> io.BufferedReader:
     """Opens a source without decompressing it. Closing the stream does not close standard input."""
     if source.size is None:
-        return _buffer(_Pipe(source.path or 0, closefd=source.path is not None))
+        return _buffer(io.FileIO(source.path or 0, closefd=source.path is not None))
     assert source.path is not None
     return open(source.path, "rb")
-
-
-class _Pipe(io.FileIO):
-    """A pipe whose reads can be interrupted by Ctrl-C.
-
-    Python checks for signals before and after a system call. A signal that arrives just before a read of an
-    empty pipe would not interrupt the read, so this class waits in short intervals instead.
-    """
-
-    def readinto(self, buffer: object) -> int:
-        while not select.select([self], [], [], _POLL_S)[0]:
-            pass
-        return super().readinto(buffer)  # type: ignore[arg-type]
 
 
 def _buffer(raw: object) -> io.BufferedReader:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from itertools import accumulate, pairwise
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from canzona_cli.config.reading import Unreadable, expanded, read_plain
-from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
+from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.run.codec import Damaged, parse
 
 if TYPE_CHECKING:
@@ -200,54 +200,21 @@ SPLIT_PATTERN = (
 """The regular expression that splits text into words before merging, from the tokenizer.json of Qwen3."""
 
 
-def train_bpe(sample: Iterable[bytes], vocab_size: int, *, workers: int | None = None) -> JsonTokenizer:
+def train_bpe(sample: Iterable[bytes], vocab_size: int) -> JsonTokenizer:
     """Trains a byte-level byte-pair encoding on `sample`. The same texts always give the same tokenizer.
 
-    Training is one long call into Rust, during which Python cannot handle signals. It therefore runs in a
-    separate process, which can be killed at once.
+    Training is one long call into Rust, during which Python cannot handle Ctrl-C; the signal then ends the process.
 
     Args:
         sample: UTF-8 texts, preferably at most `SAMPLE_BYTES` in total.
         vocab_size: the number of entries, at least `MIN_VOCAB_SIZE`. A small sample may give fewer.
-        workers: the number of threads; None for one per core.
-
-    Raises:
-        EnvironmentProblem: the training process died.
     """
-    context = multiprocessing.get_context("spawn")
-    connection, child_connection = context.Pipe()
-    child = context.Process(target=_train, args=(child_connection, vocab_size, workers), daemon=True)
-    child.start()
-    child_connection.close()
-    try:
-        for text in sample:
-            connection.send_bytes(text)
-        connection.send_bytes(b"")
-        trained = connection.recv_bytes().decode()
-    except (BrokenPipeError, ConnectionResetError, EOFError):
-        child.join()
-        reason = f"its training process died (exit code {child.exitcode})"
-        fix = "code -9 usually means out of memory: try a smaller --vocab-size, or an existing tokenizer.json"
-        raise EnvironmentProblem(Problem("--tokenizer", reason, fix, value="bpe")) from None
-    finally:
-        child.kill()
-        child.join()
-    return bpe_from_json(trained)
-
-
-def _train(connection: Connection, vocab_size: int, workers: int | None) -> None:
-    """Trains in the child process: receives texts until an empty text arrives, then sends the
-    tokenizer.json."""
-    begin_child(workers)
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    split = pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated")
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, as_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -257,9 +224,14 @@ def _train(connection: Connection, vocab_size: int, workers: int | None) -> None
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    texts = (text.decode("utf-8", errors="replace") for text in iter(connection.recv_bytes, b""))
-    tokenizer.train_from_iterator(texts, trainer)
-    connection.send_bytes(tokenizer.to_str().encode())
+    texts = [text.decode("utf-8", errors="replace") for text in sample]
+    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        tokenizer.train_from_iterator(texts, trainer)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return bpe_from_json(tokenizer.to_str())
 
 
 def begin_child(threads: int | None) -> None:

@@ -13,7 +13,6 @@ from canzona_cli.config.schema import (
     CustomConfig,
     KroneckerConfig,
     MomentumConfig,
-    NewtonSchulzConfig,
     OptimizerBase,
     RunConfig,
 )
@@ -312,8 +311,6 @@ def _settings(config: RunConfig, on_fallback: OnFallback | None) -> dict[str, ob
     if isinstance(chosen, KroneckerConfig):
         settings |= {"betas": (chosen.beta1, chosen.beta2), "eps": chosen.eps, "spread": chosen.stagger}
         settings["precision"] = "tf32" if chosen.tf32 else "fp32"
-        if isinstance(chosen, NewtonSchulzConfig):
-            settings["iterated_in"] = config.train.precision
     if "roots" in settings:
         settings["roots"] = algorithm.roots
     return settings

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from canzona_cli.errors import EnvironmentProblem, Problem
+from canzona_cli.errors import EnvironmentProblem, ExitCode, Problem
 from canzona_cli.launch.outcome import Outcome, failed_outcome
 from canzona_cli.run.codec import load_if_valid, save
 from canzona_cli.run.files import RunFiles, read_json, write_json_atomic
@@ -32,9 +32,6 @@ checkpoint."""
 FAILURE_GRACE_S = 20.0
 """The seconds that this machine's workers get to end after a failure on another machine. Then the launcher
 stops them, because NCCL may wait forever."""
-HANG_GRACE_S = 15.0
-"""The seconds that a machine whose ranks are all waiting for others gives the other machines to report the
-hanging rank."""
 _READ_INTERVAL_S = 2.0
 _POLL_S = 0.2
 
@@ -55,7 +52,6 @@ class Machines:
         self._folder = files.root / "nodes" / (f"restart-{restarts}" if restarts else "")
         self._next_read = 0.0
         self._failed_since: float | None = None
-        self._waiting_since: float | None = None
 
     def gather(self, endpoint: str, *, patience_s: float = MEETING_PATIENCE_S, say: Callable[[str], None]) -> None:
         """Waits for the other machines, then writes the rendezvous endpoint for them. Machine 0 calls this
@@ -129,15 +125,9 @@ class Machines:
             self._failed_since = now
         return self._failed_since is not None and now - self._failed_since > FAILURE_GRACE_S
 
-    def others_may_report(self) -> bool:
-        """Returns True until `HANG_GRACE_S` after the first call, while another machine may still report the
-        hanging rank. Call this if every rank of this machine waits for other ranks."""
-        if self._nodes == 1:
-            return False
-        now = time.monotonic()
-        if self._waiting_since is None:
-            self._waiting_since = now
-        return now - self._waiting_since < HANG_GRACE_S
+    def others_hung(self) -> bool:
+        """Returns True if ranks of another machine have exited because they made no progress."""
+        return any(outcome.exit_code == ExitCode.HANG for outcome in self._outcomes().values())
 
     def conclude(
         self,

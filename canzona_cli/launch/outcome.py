@@ -6,9 +6,10 @@ another rank. The rank files say what each rank saw; torchrun's log adds the sig
 
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Final
 
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.errors import (
@@ -24,9 +25,9 @@ from canzona_cli.errors import (
     SaveFailed,
     WorkerCrashed,
 )
-from canzona_cli.launch.hang import HangReport
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.records import FAILURES, RankError, RankResult, RunResult, read_rank
+from canzona_cli.run.watchdog import MARK
 
 _SECONDARY = re.compile(
     r"connection (was )?(reset|closed|refused|aborted)|broken pipe|socket timeout|timed out|connectfullmesh"
@@ -135,6 +136,8 @@ class Workers:
     node_rank: int
     agent_code: int
     """torchrun's exit code; negative when a signal killed it."""
+    hung_elsewhere: bool = False
+    """True if ranks of another machine have exited because they made no progress."""
 
     def log(self, rank: int | None) -> Path:
         """Returns the error log of a rank; torchrun's log if the rank has no log or `rank` is None."""
@@ -163,6 +166,8 @@ def judge(workers: Workers, *, stopping: bool) -> Outcome:
     if all(result.status == "preempted" for result in results):
         return Outcome(status="preempted", exit_code=ExitCode.PREEMPTED, message=stopped)
     exit_codes = {} if agent_code == 0 else _exit_codes(workers.files.agent_log(workers.node_rank))
+    if (hang := _hang_outcome(workers, results, exit_codes)) is not None:
+        return hang
     failed = sorted((result for result in results if result.status in FAILURES), key=lambda result: result.time)
     causes = [result for result in failed if not _lost_another_rank(result)]
     # torchrun sends SIGTERM to the other ranks after one has failed.
@@ -240,10 +245,45 @@ def _unwritten_text(results: Sequence[RankResult]) -> str:
     return f"could not write {', '.join(missing)}" if missing else ""
 
 
-def hang_outcome(workers: Workers, report: HangReport) -> Outcome:
-    """Returns the outcome of a run whose ranks were killed because they made no progress."""
-    failure = workers.failure(f"{report.name} {report.reason}", rank=report.rank, exit_code=ExitCode.HANG)
-    return replace(failure, problems=(report.problem,), secondary=report.elsewhere)
+_WAITS: Final = re.compile(r"torch/distributed/|canzona_cli/megatron/timers\.py|in timed_wait$")
+"""The innermost Python frames of a rank that waits for other ranks."""
+
+
+def _hang_outcome(workers: Workers, results: Sequence[RankResult], exit_codes: Mapping[int, int]) -> Outcome | None:
+    """Returns the outcome of a run in which ranks made no progress and exited; None if none did.
+
+    The rank to blame is, in this order: one that had to be killed, because it neither wrote its stacks nor reacted
+    to torchrun's signal; one that never started; one that was stuck in its own work.
+    """
+    places = {result.rank: place for result in results if (place := _stuck_place(workers.log(result.rank)))}
+    frozen = [rank for rank, code in exit_codes.items() if code == -signal.SIGKILL]
+    if workers.hung_elsewhere:
+        frozen += [result.rank for result in results if result.status == "running" and result.rank not in places]
+    if not places and not (workers.hung_elsewhere and frozen):
+        return None
+    absent = [result.rank for result in results if result.status == "missing"]
+    busy = [rank for rank, place in places.items() if _WAITS.search(place) is None]
+    rank = [*frozen, *absent, *busy, *places][0]
+    reason = "does not respond: stopped, swapped out, or stuck in native code"
+    if rank in places:
+        reason = f"made no progress in {places[rank]}"
+        reason += "" if busy else ", as all ranks of this machine: check the network and the ranks of other machines"
+    elif rank in absent:
+        reason = "has not started"
+    fix = "the logs have the Python stacks of the ranks; run.hang_timeout_s sets the limit"
+    failure = workers.failure(f"rank {rank} {reason}", rank=rank, exit_code=ExitCode.HANG)
+    problems = (Problem(f"rank {rank}", reason, fix),)
+    return replace(failure, problems=problems, secondary=not (frozen or absent or busy))
+
+
+def _stuck_place(log: Path) -> str:
+    """Returns the innermost Python frame of the main thread of a rank that hung; empty if the rank did not."""
+    try:
+        _, mark, stacks = log.read_text(encoding="utf-8", errors="replace").rpartition(MARK)
+    except OSError:
+        return ""
+    main_thread = stacks.rpartition("(most recent call first):\n")[2]
+    return main_thread.partition("\n")[0].strip() if mark else ""
 
 
 def _signal_text(number: int) -> str:

@@ -148,11 +148,6 @@ def _order_warnings(
     resumption: Resumption, before: RunConfig, config: RunConfig, saved: DataPlan, plan: DataPlan
 ) -> Iterator[str]:
     """Yields a warning for each set whose samples have another order than in the checkpoint's run."""
-    if resumption.data is None and before.train.eval_interval == 0 and config.data.validation_fraction > 0:
-        yield (
-            f"{resumption.origin} was saved by an older canzona, whose runs without validation trained on all "
-            "documents: data.validation_fraction=0 continues in the same order"
-        )
     done = resumption.progress.samples
     positions = set_positions(saved, done, about_by_share)
     left = about_by_share([part.share for part in plan.corpus.sets], plan.samples - done)

@@ -6,7 +6,7 @@ at the end.
   signals that a batch system sends to every process.
 - The process tree is killed at once if training has not begun (there is nothing to save), on a second Ctrl-C
   (a third one during a save), or if the workers neither end nor write a checkpoint within the grace period.
-- If the ranks hang (`canzona_cli.launch.hang`), they write their stacks to their logs and are killed.
+- Ranks that hang write their stacks to their logs and exit (`canzona_cli.run.watchdog`).
 - If the launcher itself is killed, the kernel kills torchrun and then the workers (`canzona_cli.run.orphan`).
 """
 
@@ -20,13 +20,11 @@ from canzona_cli.config.compose import dump_resolved
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import CanzonaError
 from canzona_cli.launch import torchrun
-from canzona_cli.launch.hang import HangReport, HangWatch, hang_watch
 from canzona_cli.launch.machines import Machines
 from canzona_cli.launch.outcome import (
     Outcome,
     Workers,
     failed_outcome,
-    hang_outcome,
     judge,
     killed_outcome,
     read_ranks,
@@ -41,7 +39,8 @@ from canzona_cli.launch.view import Monitor, TrainView
 from canzona_cli.run.codec import record_dict, save
 from canzona_cli.run.corpus import PreparedCorpus
 from canzona_cli.run.files import RunFiles, StopReason, try_append_json_line
-from canzona_cli.run.records import FIRST_STAGE, WAITING, Incident, StageEvent
+from canzona_cli.run.records import FIRST_STAGE, Incident, StageEvent
+from canzona_cli.run.watchdog import VARIABLE
 from canzona_cli.run.words import plural
 
 STOP_GRACE_S = 60.0
@@ -69,7 +68,7 @@ class Supervision:
     """The seconds from the first request to stop, or from the last progress of a save, until the workers are
     killed."""
     hang_timeout_s: float | None = None
-    """The seconds without progress on any rank after which the run is stopped as hung; None for no limit."""
+    """The seconds without progress after which a rank exits; None for no limit."""
     requests: Requests = field(default_factory=Requests)
     """The requests to stop that this process has received by signals."""
     say: Callable[[str], None] = lambda _: None
@@ -86,7 +85,6 @@ class Supervision:
         """True once the workers have been asked to stop."""
         self._forced = False
         """True if the workers must be killed because somebody asked to stop."""
-        self._hang: HangReport | None = None
 
     def run(self) -> Outcome:
         """Runs the command to its end, passes its records to the view, and returns the outcome of the run.
@@ -107,16 +105,17 @@ class Supervision:
 
     def _run_here(self) -> Outcome:
         saves, node_rank = SaveWatch(self.files), self._machines.node_rank
-        with handle_signals(self.requests.add), hang_watch(self.ranks, timeout_s=self.hang_timeout_s) as watch:
+        with handle_signals(self.requests.add):
             if node_rank == 0:
                 self._announce(FIRST_STAGE, plural(len(self.ranks), "rank"), shown=False)
-            environment = {**self.command.environment, **({} if watch is None else watch.environment)}
+            limit = {} if self.hang_timeout_s is None else {VARIABLE: str(self.hang_timeout_s)}
+            environment = {**self.command.environment, **limit}
             log = self.files.agent_log(node_rank)
             agent = start_child(self.command.argv, environment=environment, log=log)
             try:
                 while agent.poll() is None:
                     self._monitor.poll()
-                    if self._hangs(watch) or self._must_kill(saves):
+                    if self._must_kill(saves):
                         break
                     if self._machines.others_failed():  # `conclude` finds the cause
                         break
@@ -130,24 +129,6 @@ class Supervision:
             end = Incident(time=time.time(), event="end", detail=outcome.status)
             try_append_json_line(self.files.events, end.line())
         return outcome
-
-    def _hangs(self, watch: HangWatch | None) -> bool:
-        """Returns True if the ranks hang, once they have written their stacks. Also records what a slow
-        start-up waits for."""
-        if watch is None:
-            return False
-        hang = watch.check()
-        waiting = watch.describe_slow_start()
-        if waiting is not None:
-            detail = f"{waiting}; torchrun's output: {self.files.agent_log(self._machines.node_rank)}"
-            slow = Incident(time=time.time(), event=WAITING, detail=detail, level="info")
-            try_append_json_line(self.files.events, slow.line())
-        if hang is None or (hang.elsewhere and self._machines.others_may_report()):
-            return False
-        self._hang = hang
-        try_append_json_line(self.files.events, hang.incident.line())
-        watch.write_stacks()
-        return True
 
     def _must_kill(self, saves: SaveWatch) -> bool:
         """Passes a request to stop on to the workers; returns True if they must be killed now."""
@@ -184,10 +165,14 @@ class Supervision:
 
     def _judge(self, agent_code: int) -> Outcome:
         node_rank = self._machines.node_rank
-        workers = Workers(files=self.files, ranks=self.ranks, node_rank=node_rank, agent_code=agent_code)
-        if self._hang is not None:
-            outcome = hang_outcome(workers, self._hang)
-        elif self._forced:
+        workers = Workers(
+            files=self.files,
+            ranks=self.ranks,
+            node_rank=node_rank,
+            agent_code=agent_code,
+            hung_elsewhere=self._machines.others_hung(),
+        )
+        if self._forced:
             outcome = killed_outcome(self.files, training=self._monitor.training)
         else:
             outcome = judge(workers, stopping=self._stop_requested)

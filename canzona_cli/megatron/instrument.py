@@ -7,7 +7,7 @@ wait for it. The wrapped names are pinned by `tests/dist/test_instrument.py`.
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
@@ -16,7 +16,6 @@ from emerging_optimizers.orthogonalized_optimizers import OrthogonalizedOptimize
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe import fused_a2a
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import get_model_config
 
 from canzona_cli.megatron.holdings import leaves
@@ -65,15 +64,11 @@ def attach(chunks: Wrapped, optimizer: MegatronOptimizer | None, timer: PhaseTim
             CONNECTIONS,
         )
     _time_dispatch(timer, world)
-    if timer.device.type == "cuda":
-        mark_dispatch_waits(chunks, timer)
     for group in bucket_groups(chunks):
         _Communication(group, timer, watcher, kind="grad", phase="grad_reduce")
         _Communication(group, timer, watcher, kind="param", phase="param_gather")
     if optimizer is None:
         return
-    # Megatron's optimizers read the norm from the device in this method, so the host may wait here.
-    _wrap(optimizer, "get_grad_norm", lambda *_, **__: timer.waiting())
     for leaf in leaves(optimizer):
         phase: Phase = "matrix_update" if isinstance(leaf.optimizer, OrthogonalizedOptimizer) else "adamw_update"
         _wrap(leaf, "step_with_ready_grads", functools.partial(timer.phase, phase))
@@ -185,16 +180,6 @@ def _time_dispatch(timer: PhaseTimer, world: World) -> None:
     for function in (fused_a2a.FusedDispatch, fused_a2a.FusedCombine):
         for name in ("forward", "backward"):
             _wrap(function, name, dispatch)
-
-
-def mark_dispatch_waits(chunks: Sequence[torch.nn.Module], timer: PhaseTimer) -> None:
-    """Wraps, with `timer.waiting`, the methods in which Megatron's dispatchers read each expert's token count
-    from the device. In these methods the host waits for the preceding collectives, and thus for other ranks,
-    once per layer and pass."""
-    layers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)]
-    for dispatcher in (layer.token_dispatcher for layer in layers):
-        for name in ("dispatch_preprocess", "token_dispatch", "dispatch_postprocess"):
-            _wrap(dispatcher, name, lambda *_, **__: timer.waiting())
 
 
 def _time_tp_exchange(timer: PhaseTimer) -> None:

@@ -142,9 +142,6 @@ class PhaseTimer:
         self._kept_steps: deque[_Step] = deque(maxlen=KEPT_STEPS)
         self.on_change: Callable[[Phase], None] | None = None
         """A function that is called with the new phase at every change of phase, also outside of steps."""
-        self.on_wait: Callable[[bool], None] | None = None
-        """A function that is called with True when the host starts to wait for the device, and with False
-        afterwards."""
 
     @property
     def newest(self) -> StepTiming | None:
@@ -227,18 +224,6 @@ class PhaseTimer:
         if self._step is not None and self.current in EVEN_PHASES:
             self._step.waited_s += seconds
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Calls `on_wait` before and after a block in which the host waits for the device, which may itself
-        be waiting for other ranks."""
-        if self.on_wait is not None:
-            self.on_wait(True)
-        try:
-            yield
-        finally:
-            if self.on_wait is not None:
-                self.on_wait(False)
-
     def fetch(self, values: torch.Tensor) -> Callable[[], list[float]]:
         """Starts to copy `values`, a flat tensor, to the host. During a step, canzona reads from the device
         only through this method, apart from decompositions and the repair of failed updates; Megatron also
@@ -252,8 +237,7 @@ class PhaseTimer:
         copied = self._clock.now()
 
         def wait() -> list[float]:
-            with self.waiting():
-                self._clock.wait_for(copied)
+            self._clock.wait_for(copied)
             numbers: list[float] = copy.tolist()
             return numbers
 

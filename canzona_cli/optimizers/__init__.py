@@ -5,22 +5,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .kl_shampoo import KLShampoo
     from .matrix_optimizer import Workspace
     from .muon import Muon
     from .normuon import NorMuon
     from .shampoo import Shampoo
     from .soap import SOAP
-    from .soap_muon import SOAPMuon
 
-__all__ = ["SOAP", "KLShampoo", "Muon", "NorMuon", "SOAPMuon", "Shampoo", "Workspace"]
+__all__ = ["SOAP", "Muon", "NorMuon", "Shampoo", "Workspace"]
 
 _MODULES = {
-    "KLShampoo": "kl_shampoo",
     "Muon": "muon",
     "NorMuon": "normuon",
     "SOAP": "soap",
-    "SOAPMuon": "soap_muon",
     "Shampoo": "shampoo",
     "Workspace": "matrix_optimizer",
 }

@@ -125,9 +125,6 @@ class Work:
     """The number of bytes that elementwise kernels and copies read and write."""
     launches: float = 0
     """The number of kernel launches."""
-    iteration: "Work | None" = None
-    """The work of Newton-Schulz if its matmuls use another precision than the other matmuls (SOAP-Muon); None
-    if the fields above include it."""
 
     @property
     def flops(self) -> float:
@@ -143,16 +140,11 @@ class Work:
     @property
     def matmul_flops(self) -> float:
         """The FLOPs of all matmuls if no kernel exploits the symmetry of a result."""
-        iteration = self.iteration.matmul_flops if self.iteration else 0.0
-        return iteration + sum(2.0 * count * m * k * n for count, m, k, n in self.matmuls) + self._symmetric_flops
+        return sum(2.0 * count * m * k * n for count, m, k, n in self.matmuls) + self.symmetric_flops
 
     @property
     def symmetric_flops(self) -> float:
         """The FLOPs of the matmuls whose results are symmetric, which are part of `matmul_flops`."""
-        return self._symmetric_flops + (self.iteration.symmetric_flops if self.iteration else 0.0)
-
-    @property
-    def _symmetric_flops(self) -> float:
         return sum(2.0 * count * m * k * m for count, m, k in self.symmetric)
 
 
@@ -180,8 +172,6 @@ class Rule:
     """The number of symmetric squares in the state for each side with a factor; half of each is stored."""
     squares: int = 0
     """The number of squares stored in full for each side with a factor."""
-    vectors: int = 0
-    """The number of state vectors for each side with a factor."""
     begun_packed: int = 0
     """The number of packed symmetric squares that store an unfinished refresh, for each side with a factor.
     """

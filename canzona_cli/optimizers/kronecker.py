@@ -1,4 +1,4 @@
-"""The base class of Shampoo, SOAP and KL-Shampoo: moving averages of G G^T and G^T G (the Kronecker factors),
+"""The base class of Shampoo and SOAP: moving averages of G G^T and G^T G (the Kronecker factors),
 and the schedule for refreshing the roots or eigenbases that are computed from them."""
 
 from abc import abstractmethod
@@ -17,8 +17,8 @@ SIDES: tuple[Side, Side] = ("L", "R")
 Stack = Sequence[tuple[torch.Tensor, Side]]
 """Matrices, each with one of its sides, whose factors have the same length."""
 LONGEST = 2.0
-"""The bound on an update, in learning rates: on the root mean square of the elements of SOAP's and
-KL-Shampoo's updates, and of the singular values of Shampoo's update without grafting. With current
+"""The bound on an update, in learning rates: on the root mean square of the elements of SOAP's
+updates, and of the singular values of Shampoo's update without grafting. With current
 statistics, these values are 1 if all gradients are equal, smaller for other gradients, and never above 1.2
 with the usual decays."""
 STACK_LIMITS = {"cuda": STACKED_SQUARES}
@@ -120,11 +120,6 @@ class KroneckerOptimizer(MatrixOptimizer):
     def _start(self, p: torch.Tensor, state: dict[str, torch.Tensor | int]) -> None:
         """Adds the subclass's initial state for matrix `p` to `state`."""
 
-    def _factor_inputs(self, p: torch.Tensor, grad: torch.Tensor) -> Mapping[Side, torch.Tensor]:
-        """Returns, for each side, the matrix X (side, other side) whose X X^T is averaged into the factor. X
-        may be scratch."""
-        return {"L": grad, "R": grad.mT}
-
     @abstractmethod
     def _refresh(self, stack: Stack, factors: torch.Tensor) -> None:
         """Recomputes the roots or eigenbases of a stack of factors of the same length. A square whose
@@ -164,18 +159,11 @@ class KroneckerOptimizer(MatrixOptimizer):
         return {"step": None, **packed}
 
     def convert_state(self, p: torch.Tensor, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns the state with symmetric squares packed, which older versions stored in full, and with or
-        without the state of an unfinished refresh, as this optimizer needs."""
-        shapes, tensors = self.state_shapes(p), dict(state)
-        for name in self.symmetric:
-            for side, length in self._lengths(p):
-                key = f"{name}{side}"
-                if key in tensors and tensors[key].shape == (length, length):
-                    tensors[key] = pack(tensors[key], tensors[key].new_empty(shapes[key] or ()))
-        unfinished = self._initial_refresh_state(p, tensors)
+        """Returns the state with or without the state of an unfinished refresh, as this optimizer needs."""
+        unfinished = self._initial_refresh_state(p, state)
         if self.spread:
-            return {**unfinished, **tensors}
-        return {key: tensor for key, tensor in tensors.items() if key not in unfinished}
+            return {**unfinished, **state}
+        return {key: tensor for key, tensor in state.items() if key not in unfinished}
 
     def _update_group(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
         self._report_pending()
@@ -212,9 +200,9 @@ class KroneckerOptimizer(MatrixOptimizer):
         state["step"] = steps_before + 1
         # With this weight the average is bias-corrected at every step (as in emerging-optimizers' SOAP).
         weight = (1 - self.shampoo_beta) / (1 - self.shampoo_beta ** (steps_before + 1))
-        inputs = self._factor_inputs(p, self._gradient(p))
+        grad = self._gradient(p)
         for side, length in self._lengths(p):
-            average_gram(state[side], inputs[side], weight, self._square(p, 1, length)[0])
+            average_gram(state[side], grad if side == "L" else grad.mT, weight, self._square(p, 1, length)[0])
 
     def _is_due(self, p: torch.Tensor) -> bool:
         """Returns True if `p` is refreshed as a whole in this step."""

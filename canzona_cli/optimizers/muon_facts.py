@@ -40,8 +40,8 @@ class Blend:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NewtonSchulzConfig(OptimizerBase):
-    """The settings of optimizers that orthogonalise their update."""
+class MomentumConfig(OptimizerBase):
+    """The settings of Muon and NorMuon."""
 
     PLAUSIBLE_LR: ClassVar[float] = 0.5
     ns_steps: Annotated[int, Range(at_least=1, at_most=100), "Newton-Schulz iterations.", CURVE | PLAN] = 5
@@ -58,11 +58,6 @@ class NewtonSchulzConfig(OptimizerBase):
     scale_factor: Annotated[
         Positive, "Multiplies the scaled update; 0.2 with spectral matches AdamW's update RMS (Moonshot 2025).", CURVE
     ] = 0.2
-
-
-@dataclass(frozen=True, kw_only=True)
-class MomentumConfig(NewtonSchulzConfig):
-    """The settings of Muon and NorMuon."""
 
     momentum: Annotated[Share, "Decay of the momentum.", CURVE] = 0.95
     nesterov: Annotated[bool, "Use Nesterov's form of the momentum.", CURVE] = True
@@ -222,7 +217,7 @@ FACTS = (
 
 DISTRUSTED = "distrusted"
 """The key, in a matrix's state and in checkpoints, of the number of updates still to be made in standard
-form. In older checkpoints its value is True."""
+form."""
 STANDARD_STEPS = 100
 """The number of updates in standard form after an untrusted update. After that many steps, a momentum of 0.95
 retains 0.6% of its earlier value. Even if the Gram form is never trusted, trying it costs only 1% of the
@@ -243,7 +238,7 @@ def steps_left(state: State) -> int:
     """Returns the number of further updates of a matrix that will be in standard form."""
     left = state.get(DISTRUSTED, 0)
     assert isinstance(left, int)
-    return STANDARD_STEPS if left is True else left
+    return left
 
 
 def count_down(state: State) -> None:

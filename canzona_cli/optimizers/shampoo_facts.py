@@ -1,13 +1,12 @@
-"""A description of Shampoo, SOAP, KL-Shampoo and SOAP-Muon that does not import torch: settings and costs."""
+"""A description of Shampoo and SOAP that does not import torch: settings and costs."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from canzona_cli.fields import CURVE, OPTIMIZER, PLAN, Count, Epsilon, Example, Share, Side
 
 from .facts import Algorithm, Facts, OptimizerBase, RootMethod, Rule, Work
-from .muon_facts import NewtonSchulzConfig, iteration_work, matmul_bytes
 
 GRAFTING_BYTES = {"none": 0, "sgd": 16, "adam": 64}
 """The bytes of memory traffic per element of Shampoo's grafting: 4 for the norm of Shampoo's update and 8 for
@@ -25,12 +24,12 @@ sides that have roots."""
 
 @dataclass(frozen=True, kw_only=True)
 class KroneckerConfig(OptimizerBase):
-    """The settings of optimizers with Kronecker factors: Shampoo, SOAP, KL-Shampoo and SOAP-Muon."""
+    """The settings of optimizers with Kronecker factors: Shampoo and SOAP."""
 
     shampoo_beta: Annotated[Share, "Decay of the Kronecker factors.", CURVE] = 0.95
     precondition_frequency: Annotated[
         Count,
-        "Steps between refreshes of Shampoo's inverse roots, or of the other optimizers' eigenbases.",
+        "Steps between refreshes of Shampoo's inverse roots, or of SOAP's eigenbases.",
         CURVE | PLAN,
     ] = 10
     max_preconditioner_dim: Annotated[
@@ -82,20 +81,6 @@ class SoapConfig(KroneckerConfig):
     name: Annotated[Literal["soap"], "The optimizer.", OPTIMIZER | PLAN]
 
 
-@dataclass(frozen=True, kw_only=True)
-class KLShampooConfig(KroneckerConfig):
-    """KL-Shampoo on matrices, AdamW on the rest (Lin et al. 2025)."""
-
-    name: Annotated[Literal["kl-shampoo"], "The optimizer.", OPTIMIZER | PLAN]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SoapMuonConfig(KroneckerConfig, NewtonSchulzConfig):
-    """SOAP's update, orthogonalised, on matrices; AdamW on the rest (Vyas et al. 2025)."""
-
-    name: Annotated[Literal["soap-muon"], "The optimizer.", OPTIMIZER | PLAN]
-
-
 def _shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
     """Counts Shampoo's work. Traffic per element of the matrix: 50 bytes for momentum, weight and casts, plus
     `GRAFTING_BYTES`. Per element of a square: 12 bytes to average the packed factor and 12 to unpack the
@@ -142,19 +127,15 @@ def _soap(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
         return Work(matmuls=((2, side, side, other),), traffic=8 * rows * cols + 16 * side * side, launches=9)
 
     def refresh_work(side: int, part: int) -> Work:
-        panels = _orthonormal_work(a, side, part, Work(traffic=28 * side * side, launches=9))
+        panels = _orthonormal_work(a, side, part)
         return _total([panels, rotation_work(side)]) if part == part_count(a) - 1 else panels
 
     return step, _refresh_parts(a, rows, cols, refresh_work)
 
 
-def _orthonormal_work(a: Algorithm, side: int, part: int, first_part: Work) -> Work:
+def _orthonormal_work(a: Algorithm, side: int, part: int) -> Work:
     """Counts the work of one part of a side's power iteration and QR: a panel of columns is projected twice
-    on the earlier columns and orthonormalised.
-
-    Args:
-        first_part: The work of the first part in addition to its matmul.
-    """
+    on the earlier columns and orthonormalised."""
     start, end = panel(side, part, part_count(a))
     width = end - start
     projected = Work(
@@ -163,7 +144,8 @@ def _orthonormal_work(a: Algorithm, side: int, part: int, first_part: Work) -> W
         traffic=40 * side * width if start else 0,
         launches=12 if start else 0,
     )
-    return projected if part else _total([first_part, Work(matmuls=((1, side, side, side),)), projected])
+    power = Work(matmuls=((1, side, side, side),), traffic=28 * side * side, launches=9)
+    return projected if part else _total([power, projected])
 
 
 def _refresh_parts(a: Algorithm, rows: int, cols: int, side_work: Callable[[int, int], Work]) -> tuple[Work, ...]:
@@ -184,33 +166,6 @@ def _total(works: Sequence[Work]) -> Work:
         eigh=tuple(side for work in works for side in work.eigh),
         traffic=sum(work.traffic for work in works),
         launches=sum(work.launches for work in works),
-    )
-
-
-def _soap_muon(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
-    """Counts SOAP-Muon's work: SOAP's, and that of Newton-Schulz. Additional traffic per element, where w is
-    the width of the matmuls' dtype: 4 bytes for the largest element and 8 for the division by it, 4 for the
-    norm and 4 + w for the division by it, w + 4 for the copy back and 8 for scaling; the bounds of the two
-    divisors are launches too."""
-    step, parts = _soap(a, rows, cols)
-    traffic = step.traffic + (32 + 2 * matmul_bytes(a)) * rows * cols
-    return replace(step, traffic=traffic, launches=step.launches + 8, iteration=iteration_work(a, rows, cols)), parts
-
-
-def _kl_shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
-    """Counts KL-Shampoo's work. Traffic per element of the matrix: 42 bytes for momentum, weight and casts,
-    and 64 for whitening and eigenvalues. Per element of a square: 12 bytes to average the packed factor."""
-    sides = factored_sides(a, rows, cols)
-    squares = sum(side * side for side in sides)
-    m, n = sorted((rows, cols))
-    both = ((1, m, m, n),) if len(sides) == 2 else ()
-    step = Work(
-        matmuls=(*_side_matmuls(rows, cols, sides, 3), *both),
-        traffic=106 * rows * cols + 12 * squares,
-        launches=14 + 18 * len(sides),
-    )
-    return step, _refresh_parts(
-        a, rows, cols, lambda side, part: _orthonormal_work(a, side, part, Work(traffic=24 * side * side, launches=6))
     )
 
 
@@ -255,18 +210,8 @@ FACTS = (
         update="shampoo:Shampoo",
     ),
     Facts(
-        settings=KLShampooConfig,
-        rule=Rule(work=_kl_shampoo, fragment_bytes=24, moments=1, packed=1, squares=1, vectors=1, begun_squares=1),
-        update="kl_shampoo:KLShampoo",
-    ),
-    Facts(
         settings=SoapConfig,
         rule=Rule(work=_soap, fragment_bytes=24, moments=2, packed=1, squares=1, begun_squares=1),
         update="soap:SOAP",
-    ),
-    Facts(
-        settings=SoapMuonConfig,
-        rule=Rule(work=_soap_muon, fragment_bytes=24, moments=2, packed=1, squares=1, begun_squares=1, orthogonal=True),
-        update="soap_muon:SOAPMuon",
     ),
 )

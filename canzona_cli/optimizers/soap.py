@@ -1,12 +1,21 @@
 """SOAP: Adam in the eigenbasis of Shampoo's factors (Vyas et al. 2024, arXiv:2409.11321)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 
-from .decompositions import rounding
-from .eigenbasis import EigenbasisOptimizer
-from .kronecker import LONGEST, Side, Stack
+from .decompositions import (
+    LinAlgError,
+    complete_basis,
+    compute_with_fallback,
+    eigenbasis,
+    orthonormalise,
+    orthonormalise_panel,
+    rounding,
+)
+from .kronecker import LONGEST, KroneckerOptimizer, Side, Stack, unpack
+from .shampoo_facts import panel
 
 RESOLVED = torch.finfo(torch.float32).eps ** 0.5
 """The fraction of the largest singular value below which singular vectors cannot be resolved, because the
@@ -27,7 +36,7 @@ def _order(powered: torch.Tensor, bases: torch.Tensor) -> torch.Tensor:
     return order
 
 
-class SOAP(EigenbasisOptimizer):
+class SOAP(KroneckerOptimizer):
     """SOAP: runs Adam in the slowly changing basis of the eigenvectors of Shampoo's factors.
 
         L, R = averages of G G^T (rows, rows) and G^T G (cols, cols)                decay shampoo_beta
@@ -44,18 +53,39 @@ class SOAP(EigenbasisOptimizer):
     by rounding stay closer together than they would without these rules.
 
     Settings are those of KroneckerOptimizer; `betas` and `eps` are Adam's. State besides that of
-    EigenbasisOptimizer: `exp_avg` and `exp_avg_sq` (rows, cols), in the eigenbasis.
+    KroneckerOptimizer: `Q_L` (rows, rows) and `Q_R` (cols, cols); if refreshes are spread, `next_Q_L` and
+    `next_Q_R`, of the same shapes; `exp_avg` and `exp_avg_sq` (rows, cols), in the eigenbasis.
     """
 
     def _start(self, p: torch.Tensor, state: dict[str, torch.Tensor | int]) -> None:
-        super()._start(p, state)
+        for side, length in self._lengths(p):
+            state[f"Q_{side}"] = torch.eye(length, dtype=p.dtype, device=p.device)
         state["exp_avg"] = torch.zeros_like(p)
         state["exp_avg_sq"] = torch.zeros_like(p)
 
     def state_shapes(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
-        return {**super().state_shapes(p), **dict.fromkeys(("exp_avg", "exp_avg_sq"), tuple(p.shape))}
+        names = ("Q_", "next_Q_") if self.spread else ("Q_",)
+        bases = {f"{name}{side}": (length, length) for side, length in self._lengths(p) for name in names}
+        return {**super().state_shapes(p), **bases, **dict.fromkeys(("exp_avg", "exp_avg_sq"), tuple(p.shape))}
+
+    def _refresh(self, stack: Stack, factors: torch.Tensor) -> None:
+        if self.state[stack[0][0]]["step"] > 1:
+            bases = torch.stack([self.state[p][f"Q_{side}"] for p, side in stack])
+            self._renew(stack, factors @ bases, bases)
+            return
+        for (p, side), factor in zip(stack, factors, strict=True):
+            name, report = f"the eigendecomposition of {side}", partial(self._report, p)
+            new_basis = compute_with_fallback(eigenbasis, factor, name, report)
+            if new_basis is not None:  # there is nothing to carry over from the identity
+                self.state[p][f"Q_{side}"].copy_(new_basis)
 
     def _renew(self, stack: Stack, powered: torch.Tensor, bases: torch.Tensor) -> None:
+        """Makes the columns of `powered` orthonormal, and uses them as the new bases from now on.
+
+        Args:
+            powered: The factors times their bases (len(stack), length, length).
+            bases: The bases in use, of the same shape.
+        """
         order = _order(powered, bases)
         powered = powered.take_along_dim(order[:, None], -1)
         bases = bases.take_along_dim(order[:, None], -1)
@@ -81,14 +111,65 @@ class SOAP(EigenbasisOptimizer):
             torch.mm(torch.mm(moment, basis.mT, out=turned), new_basis, out=moment)
         basis.copy_(new_basis)
 
-    def _begin_refresh(self, p: torch.Tensor, side: Side) -> None:
-        """Reorders the columns of the basis in use and of the next one, and the moments."""
+    def _refresh_part(self, p: torch.Tensor, side: Side, part: int) -> bool:
+        state = self.state[p]
+        if part == 0:
+            basis, next_basis = state[f"Q_{side}"], state[f"next_Q_{side}"]
+            torch.mm(unpack(state[side], self._square(p, 1, len(basis))[0]), basis, out=next_basis)
+            order = _order(next_basis, basis)
+            for moment in ("exp_avg", "exp_avg_sq"):
+                self._reorder(p, side, order, moment)
+            basis.copy_(basis[:, order])
+            next_basis.copy_(next_basis[:, order])
+        new_basis = self._orthonormalise_part(p, side, part)
+        if new_basis is not None:
+            self._turn(p, side, new_basis)
+        return new_basis is not None
+
+    def _orthonormalise(
+        self, stack: Stack, powered: torch.Tensor, bases: torch.Tensor
+    ) -> Sequence[torch.Tensor | None]:
+        """Returns each matrix of `powered` (a factor times its basis) with its columns made orthonormal; None
+        for a matrix whose QR decomposition failed."""
+        try:
+            return orthonormalise(powered, bases).unbind()
+        except LinAlgError:
+            return [
+                compute_with_fallback(
+                    partial(orthonormalise, previous=basis), columns, f"the QR of {side}", partial(self._report, p)
+                )
+                for (p, side), basis, columns in zip(stack, bases, powered, strict=True)
+            ]
+
+    def _orthonormalise_part(self, p: torch.Tensor, side: Side, part: int) -> torch.Tensor | None:
+        """Orthonormalises the columns of `next_Q` that belong to a part of a refresh. Before the first part,
+        `next_Q` is the factor times its eigenbasis.
+
+        Returns:
+            After the last part the new eigenbasis (length, length), or None if it is not finite; None after
+            other parts.
+        """
         basis, next_basis = self.state[p][f"Q_{side}"], self.state[p][f"next_Q_{side}"]
-        order = _order(next_basis, basis)
-        for moment in ("exp_avg", "exp_avg_sq"):
-            self._reorder(p, side, order, moment)
-        basis.copy_(basis[:, order])
-        next_basis.copy_(next_basis[:, order])
+        name = f"the QR of {side}"
+        report = partial(self._report, p)
+        if part == 0:
+            longest = torch.linalg.vector_norm(next_basis, dim=0).amax()
+            next_basis.div_(longest.where(longest > 0, 1.0))
+        start, end = panel(len(basis), part, self.precondition_frequency)
+        if start < end:
+            compute = partial(orthonormalise_panel, before=next_basis[:, :start])
+            columns = compute_with_fallback(compute, next_basis[:, start:end], name, report)
+            if columns is None:
+                next_basis.copy_(basis)  # already orthonormal, so later parts do not change it
+            else:
+                next_basis[:, start:end] = columns
+        if part < self.precondition_frequency - 1:
+            return None
+        try:
+            return complete_basis(next_basis, basis)
+        except LinAlgError as error:
+            report(f"{name} failed: {error}; the previous one is kept")
+            return None
 
     def _after_refresh(self, p: torch.Tensor) -> None:
         """Bounds the updates after a refresh; without this, they could exceed Adam's.

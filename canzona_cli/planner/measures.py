@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 
-from canzona_cli.config.schema import Form, Gathering, Layout, NewtonSchulzConfig, Reduction, RunConfig
+from canzona_cli.config.schema import Form, Gathering, Layout, MomentumConfig, Reduction, RunConfig
 from canzona_cli.costs.buffers import stage_weights
 from canzona_cli.costs.sharing import SharedCost, shared_bytes, shared_collectives
 from canzona_cli.costs.update import form_of, stack_of
@@ -120,13 +120,13 @@ POLYNOMIAL_ERROR = {
 def kinds(config: RunConfig, plan: Plan) -> tuple[UpdateKind, ...]:
     """Describes how each shape of the plan is updated; the shape that takes longest in total comes first."""
     algorithm, optimizer = plan.subject.optimizer, config.optimizer
-    orthogonal = isinstance(optimizer, NewtonSchulzConfig)
+    orthogonal = isinstance(optimizer, MomentumConfig)
     counted = Counter((m.rows, m.cols, cost) for m, cost in zip(plan.matrices, plan.costs, strict=True))
     shared_costs: dict[tuple[int, int], list[SharedCost]] = {}
     for index, shared_cost in plan.assignment.shared_costs.items():
         shared_costs.setdefault(plan.matrices[index].shape, []).append(shared_cost)
     error = None
-    if isinstance(optimizer, NewtonSchulzConfig) and algorithm.ns_steps == 5:
+    if isinstance(optimizer, MomentumConfig) and algorithm.ns_steps == 5:
         error = POLYNOMIAL_ERROR[optimizer.coefficients]
     described = []
     for (rows, cols, cost), count in sorted(counted.items(), key=lambda item: -item[1] * item[0][2]):

@@ -182,16 +182,8 @@ class Subject:
     """The values of the hardware profile on which costs depend."""
 
     def content(self) -> dict[str, dict[str, Scalar]]:
-        """Returns each field as a dictionary of plain values. `layout.ep` is left out if it is 1, and
-        `optimizer.fused` if it is true, so that older plans keep their hashes."""
-        parts: dict[str, dict[str, Scalar]] = {}
-        for name, part in vars(self).items():
-            parts[name] = {**part} if isinstance(part, Mapping) else asdict(part)
-        if self.layout.ep == 1:
-            del parts["layout"]["ep"]
-        if self.optimizer.fused:
-            del parts["optimizer"]["fused"]
-        return parts
+        """Returns each field as a dictionary of plain values."""
+        return {name: {**part} if isinstance(part, Mapping) else asdict(part) for name, part in vars(self).items()}
 
     def flat(self) -> dict[str, Scalar]:
         """Returns all values under dotted keys such as `layout.tp`."""

@@ -12,6 +12,7 @@ from canzona_cli.costs.update import update_costs
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.planner.make import make_plan, planned_matrices, subject
 from canzona_cli.planner.plan import VERSION, Plan, Subject, content_hash
+from canzona_cli.run.codec import other_version
 
 Difference = tuple[str, object, object]
 """A key, its value in the first of two plans or subjects, and its value in the second."""
@@ -146,7 +147,7 @@ def read_plan(path: Path) -> Plan:
     if not isinstance(content, dict) or "matrices" not in content or "version" not in content:
         raise _refused(path, "is not a plan made by canzona", _MAKE_ANEW)
     if content["version"] != VERSION:
-        raise _refused(path, f"has version {content['version']}, but this canzona reads version {VERSION}", _MAKE_ANEW)
+        raise _refused(path, other_version(content["version"], VERSION), _MAKE_ANEW)
     claimed, actual = content.get("hash"), content_hash(content)
     if claimed != actual:
         short = f"{claimed}"[:8]

@@ -196,9 +196,6 @@ def _notes(built: BuiltPair, command: str) -> Iterator[str]:
     sidecar = built.sidecar
     if sidecar.replaced:
         yield f"{sidecar.replaced:,} invalid characters (not UTF-8) were replaced by U+FFFD or '?'"
-    if built.inputs_done_before:
-        done = f"{built.inputs_done_before:,} of {sidecar.input_count:,} inputs"
-        yield f"{done} were already prepared by an earlier, unfinished run"
     if built.skipped:
         names = ", ".join(built.skipped[:_MOST_NAMES])
         more = f" and {len(built.skipped) - _MOST_NAMES:,} more" if len(built.skipped) > _MOST_NAMES else ""

@@ -95,8 +95,7 @@ def describes_machine(device: Device | None, *, calibrated: bool) -> bool:
 
 
 def load_prediction(run_dir: Path) -> Prediction | None:
-    """Loads the prediction of a run; returns None if the run has none, for example because an earlier version
-    of canzona started it.
+    """Loads the prediction of a run; returns None if the run has none.
 
     Raises:
         ConfigError: the file is damaged or of another version; the problem's key is `RUN_DIR`.

@@ -1,9 +1,8 @@
 """Writes records of a run as JSON, and reads them back as frozen dataclasses.
 
 If a record's class has a `VERSION`, its file starts with that number, and files with another number are
-refused. Reading checks every type. Unknown keys are ignored, so that a newer canzona can add keys without
-changing `VERSION`. A .jsonl file has a record per line; its last line may be incomplete if the writer was
-killed.
+refused. Reading checks every type; unknown keys are ignored. A .jsonl file has a record per line; its last line
+may be incomplete if the writer was killed.
 """
 
 import json
@@ -93,7 +92,7 @@ def load[T](path: Path, kind: type[T], *, key: str, fix: str, value: object = No
     except Damaged as error:
         reason = f"{path.name} is damaged: {error}"
     except _OtherVersion as error:
-        reason, fix = f"{path.name} {error}", "read it with the version of canzona that wrote it"
+        reason, fix = f"{path.name} {error}", "read it with the version of canzona that made it"
     raise ConfigError(Problem(key=key, value=path if value is None else value, reason=reason, fix=fix))
 
 
@@ -164,5 +163,10 @@ def _check_version(content: object, version: int | None) -> Mapping[str, object]
     if version is not None and stored is None:
         raise Damaged("it has no version number")
     if version is not None and stored != version:
-        raise _OtherVersion(f"has version {stored}, but this canzona reads version {version}")
+        raise _OtherVersion(other_version(stored, version))
     return content
+
+
+def other_version(stored: object, readable: int) -> str:
+    """Returns the reason why a file of another format version is refused, to follow the file's name."""
+    return f"was made by another version of canzona: it has format {stored!r}, this version reads format {readable}"

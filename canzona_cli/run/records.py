@@ -1,7 +1,7 @@
 """The records that the ranks and the launcher of a run write. Writers and readers of a record share its type.
 
-In files that readers can do without, fields have defaults, because an older version or an interrupted writer
-may not have written them.
+In files that readers can do without, fields have defaults, because an interrupted writer may not have written
+them.
 """
 
 import logging
@@ -187,8 +187,6 @@ class ValidationLoss:
 
 FIRST_STAGE: Final = "start workers"
 """The first stage of every launch of a run."""
-WAITING: Final = "waiting"
-"""The name of the event that the launcher writes if it has seen no progress for a while."""
 
 
 @dataclass(frozen=True, kw_only=True)

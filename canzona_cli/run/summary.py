@@ -17,9 +17,7 @@ from canzona_cli.run.corpus import PreparedCorpus, Supply, supply
 from canzona_cli.run.files import RunFiles, sweep_root
 from canzona_cli.run.records import (
     FIRST_STAGE,
-    WAITING,
     Event,
-    Incident,
     RankError,
     RankResult,
     RunResult,
@@ -111,7 +109,6 @@ def time_in_launches(records: Sequence[Record]) -> float | None:
         (
             record.time,
             isinstance(record, StageEvent) and record.stage == FIRST_STAGE,
-            isinstance(record, Incident) and record.event == WAITING,
         )
         for record in records
         if record.time is not None
@@ -119,13 +116,10 @@ def time_in_launches(records: Sequence[Record]) -> float | None:
     if not moments:
         return None
     # A gap that ends with a launch's first event is time between launches and is not added, unless workers are
-    # already starting: both the launcher and its first rank announce the start, and the launcher may report in
-    # between that it is slow.
+    # already starting: both the launcher and its first rank announce the start.
     gaps_s = []
-    starting = False
-    for (time, is_start, is_wait), (next_time, next_is_start, _) in pairwise(moments):
-        starting = is_start or (starting and is_wait)
-        if starting or not next_is_start:
+    for (time, is_start), (next_time, next_is_start) in pairwise(moments):
+        if is_start or not next_is_start:
             gaps_s.append(next_time - time)
     return math.fsum(gaps_s)
 

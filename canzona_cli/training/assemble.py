@@ -21,7 +21,7 @@ from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer
 from canzona_cli.optimizers import cpu_matmuls
 from canzona_cli.planner.plan import Plan
-from canzona_cli.run.heartbeat import PATIENCE, VARIABLE
+from canzona_cli.run.watchdog import PATIENCE, VARIABLE
 
 
 def join(config: RunConfig, layout: Layout, *, alive: Callable[[], None] = lambda: None) -> World:
@@ -36,8 +36,8 @@ def join(config: RunConfig, layout: Layout, *, alive: Callable[[], None] = lambd
     np.random.seed(config.train.seed)  # the state that libraries draw from
     timeout_s = 600.0
     if VARIABLE in os.environ and config.run.hang_timeout_s is not None:
-        # The timeout of collectives must be longer than the launcher's, because only the launcher can name
-        # the rank that the others wait for.
+        # The timeout of collectives must be longer than the watchdog's, whose stacks show what each rank
+        # waits for.
         timeout_s = max(timeout_s, 1.2 * PATIENCE * config.run.hang_timeout_s)
     device, seed = config.cluster.device, config.train.seed
     if device == "cpu":

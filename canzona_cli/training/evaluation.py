@@ -10,7 +10,7 @@ from pathlib import Path
 from canzona_cli.run.codec import load, save
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.records import Ending, ResumePoint, read_layout
-from canzona_cli.training.process import IMPORTED_BY_ALL, Pulse, run_rank
+from canzona_cli.training.process import IMPORTED_BY_ALL, run_rank
 from canzona_cli.training.records import Journal, RankRecord
 
 SLOW_IMPORTS = (*IMPORTED_BY_ALL, "canzona_cli.training.step", "canzona_cli.checkpoint.restore")
@@ -35,13 +35,12 @@ def evaluate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     config = load_resolved(files.config)
     layout, corpus = read_layout(files.layout), read_corpus(files)
     point = load(files.resume, ResumePoint, key="resume.json", fix="evaluate again")
-    with record.heart.waiting():
-        world = join(config, layout, alive=record.heart.progress)
-    journal = Journal(files, writes=rank == 0, heart=record.heart)
+    world = join(config, layout, alive=record.watchdog.progress)
+    journal = Journal(files, writes=rank == 0, watchdog=record.watchdog)
     journal.stage("build model", config.model.name)
     refuse(contract.PROBLEMS, EnvironmentProblem)
     model = Model(config=config, world=world, chunks=build_model(config, world), timer=PhaseTimer(world.device))
-    Pulse(record.heart).follow(model.timer)
+    model.timer.on_change = lambda phase: record.watchdog.progress()
     journal.stage("build data", ", ".join(str(part.prefix) for part in corpus.sets))
     validation_sets = build_validation(config, corpus, cache=config.data.cache_root / "indices")
     lengths = token_bytes(corpus)

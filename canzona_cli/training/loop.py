@@ -107,7 +107,7 @@ class Training:
         starvation = StarvationWatch(self.journal, last_step=last_step)
         with suspend_garbage_collection():
             for step in range(first_step, last_step + 1):
-                self.record.heart.step(step)
+                self.record.watchdog.step()
                 profiler.before_step(step)
                 result, step_s = self._step(step, batches)
                 finished = step == last_step
@@ -123,7 +123,7 @@ class Training:
                 collect_garbage(step)
         # If the run does not save at its end, an earlier save may still be in progress.
         if self.saver is not None:
-            self.record.heart.stage("save")
+            self.record.watchdog.stage("save")
             self.saver.wait_until_written()
         return "done"
 
@@ -214,9 +214,9 @@ class Training:
         config = self.trainee.config
         saver = self.saver if save or (finished and config.checkpoint.at_end) else None
         if saver is not None:
-            self.record.heart.stage("save")  # it may have to wait for the previous save
+            self.record.watchdog.stage("save")  # it may have to wait for the previous save
             saver.save(self.progress)
-            self.record.heart.stage("train")
+            self.record.watchdog.stage("train")
         if finished or (config.train.eval_interval and step % config.train.eval_interval == 0):
             self._validate()
         if self.sampler is not None and (finished or step % config.train.sample_every == 0):

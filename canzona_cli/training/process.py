@@ -1,4 +1,4 @@
-"""Runs one rank as a process, with heartbeats, requests to stop, and an exit that never hangs."""
+"""Runs one rank as a process, with a watchdog, requests to stop, and an exit that never hangs."""
 
 import faulthandler
 import functools
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Final, NoReturn
 from canzona_cli.config.secrets import RedactingFormatter
 from canzona_cli.errors import EnvironmentProblem
 from canzona_cli.run.files import RunFiles
-from canzona_cli.run.heartbeat import STACKS_SIGNAL, Heart
 from canzona_cli.run.orphan import die_with_parent
 from canzona_cli.run.records import FIRST_STAGE, Ending
 from canzona_cli.run.streams import guard
@@ -49,7 +48,7 @@ def run_rank(run_dir: Path, work: Work) -> NoReturn:
     logging.basicConfig(level=logging.WARNING)
     logging.root.handlers[0].setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     die_with_parent()
-    faulthandler.register(STACKS_SIGNAL, all_threads=True)
+    faulthandler.register(signal.SIGQUIT, all_threads=True)
     preempted = listen_for_stops()
     files = RunFiles(run_dir)
     rank = int(os.environ["RANK"])
@@ -112,40 +111,22 @@ def listen_for_stops() -> threading.Event:
     return preempted
 
 
-class Pulse:
-    """The heartbeat of training: it reports every change of phase, and every wait for other ranks.
+def count_host_waits(timer: "PhaseTimer") -> None:
+    """Adds the time that the host waits for collectives to a timer, from now on. In canzona, Megatron and torch,
+    all of these waits call `Work.wait`, which is replaced."""
+    from torch.distributed import Work
 
-    Whenever the host waits for a collective, in canzona, Megatron or torch, it calls `Work.wait`, which is
-    replaced by a function that reports the wait. With NCCL the device waits instead, and the host waits when
-    it first reads from the device, at the gradient norm. canzona reads through `PhaseTimer.fetch`, which
-    reports the wait; `instrument.attach` makes Megatron's own optimizers report theirs.
-    """
+    wait = Work.wait
 
-    def __init__(self, heart: Heart) -> None:
-        from torch.distributed import Work
+    @functools.wraps(wait)
+    def timed_wait(*args: object, **kwargs: object) -> object:
+        begun = time.perf_counter()
+        try:
+            return wait(*args, **kwargs)  # type: ignore[arg-type]
+        finally:
+            timer.waited(time.perf_counter() - begun)
 
-        self._heart = heart
-        self._timer: PhaseTimer | None = None
-        wait = Work.wait
-
-        @functools.wraps(wait)
-        def report_wait(*args: object, **kwargs: object) -> object:
-            begun = time.perf_counter()
-            with heart.waiting():
-                try:
-                    return wait(*args, **kwargs)  # type: ignore[arg-type]
-                finally:
-                    if self._timer is not None:
-                        self._timer.waited(time.perf_counter() - begun)
-
-        Work.wait = report_wait  # type: ignore[method-assign, assignment]
-
-    def follow(self, timer: "PhaseTimer") -> None:
-        """Connects the heartbeat with a timer: from now on, the heartbeat reports the timer's phases and
-        waits, and the timer counts the time that the host waits for collectives."""
-        self._timer = timer
-        timer.on_change = self._heart.phase
-        timer.on_wait = self._heart.mark_waiting
+    Work.wait = timed_wait  # type: ignore[method-assign, assignment]
 
 
 def hush() -> None:

@@ -21,7 +21,6 @@ from canzona_cli.run.files import (
     write_json_atomic,
     write_json_or_overwrite,
 )
-from canzona_cli.run.heartbeat import Heart, Stage
 from canzona_cli.run.records import (
     CheckpointEvent,
     Ending,
@@ -35,6 +34,7 @@ from canzona_cli.run.records import (
     StepMetrics,
     ValidationLoss,
 )
+from canzona_cli.run.watchdog import Stage, Watchdog
 
 _NOT_A_RUN = (
     "a worker needs a run directory that `canzona train` has made; start the run with `canzona train`, which also runs "
@@ -49,7 +49,7 @@ class RankRecord:
     def __init__(self, files: RunFiles, rank: int) -> None:
         self._path = files.rank(rank)
         self._rank = rank
-        self.heart = Heart(rank)
+        self.watchdog = Watchdog()
         self.step = 0
         self.loss: float | None = None
         self.preempted = threading.Event()
@@ -90,9 +90,9 @@ class RankRecord:
         return code
 
     def _try_write(self, status: RunStatus, exit_code: ExitCode, error: RankError | None) -> bool:
-        """Stops the heartbeat and records how this rank ended. On a full disk the file is overwritten in
+        """Stops the watchdog and records how this rank ended. On a full disk the file is overwritten in
         place. Returns False if the file cannot be written."""
-        self.heart.end()
+        self.watchdog.end()
         try:
             self._write(status, exit_code, error)
         except OSError as failure:
@@ -142,11 +142,11 @@ class Journal:
 
     Args:
         writes: True on the rank that writes.
-        heart: the heartbeat, to which every rank reports its stages.
+        watchdog: the watchdog, to which every rank reports its stages.
     """
 
-    def __init__(self, files: RunFiles, *, writes: bool, heart: Heart | None = None) -> None:
-        self._files, self._writes, self._heart = files, writes, heart
+    def __init__(self, files: RunFiles, *, writes: bool, watchdog: Watchdog | None = None) -> None:
+        self._files, self._writes, self._watchdog = files, writes, watchdog
         self.lost: dict[str, int] = {}
         """The number of lines that could not be written, by the name of their file; empty in a healthy
         run."""
@@ -155,9 +155,9 @@ class Journal:
         cannot be written."""
 
     def stage(self, stage: Stage, detail: str = "") -> None:
-        """Reports the start of a stage in the heartbeat and in events.jsonl."""
-        if self._heart is not None:  # every rank reports its stage, even if it writes no events
-            self._heart.stage(stage)
+        """Reports the start of a stage to the watchdog and in events.jsonl."""
+        if self._watchdog is not None:  # every rank reports its stage, even if it writes no events
+            self._watchdog.stage(stage)
         self._append(self._files.events, record_dict(StageEvent(time=time.time(), stage=stage, detail=detail)))
 
     def incident(self, event: str, *, detail: str = "", level: Level | None = None, **facts: float | str) -> None:

@@ -28,8 +28,8 @@ from canzona_cli.training.records import Journal
 
 _PATIENCE_S: Final = 600.0
 """The time, in seconds, for which rank 0 waits for the other ranks' parts while no file grows."""
-_HEARTBEAT_S: Final = 5.0
-"""The seconds between two heartbeats of a rank that waits for a save."""
+_CHECK_S: Final = 5.0
+"""The seconds between two looks of a waiting rank at the files of a save."""
 
 
 @dataclass(kw_only=True)
@@ -237,7 +237,7 @@ class Saver:
             return None if save is None else save.failure
         written = 0
         while save.thread.is_alive():
-            save.thread.join(_HEARTBEAT_S)
+            save.thread.join(_CHECK_S)
             before, written = written, bytes_written(partial_path(self._files.checkpoints, save.step))
             if written != before:  # the save makes progress, so this rank does not hang
                 self._alive()

@@ -7,7 +7,7 @@ from pathlib import Path
 from canzona_cli.run.codec import load_if_valid, record_dict
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.records import Ending, ResumePoint, read_layout
-from canzona_cli.training.process import IMPORTED_BY_ALL, Pulse, run_rank
+from canzona_cli.training.process import IMPORTED_BY_ALL, count_host_waits, run_rank
 from canzona_cli.training.records import Journal, RankRecord
 
 SLOW_IMPORTS = (
@@ -41,14 +41,13 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     config = load_resolved(files.config)
     layout, corpus = read_layout(files.layout), read_corpus(files)
     plan = read_plan(files.plan) if config.execution is Execution.PLANNED else None
-    pulse = Pulse(record.heart)
-    with record.heart.waiting():
-        world = join(config, layout, alive=record.heart.progress)
-    journal = Journal(files, writes=rank == 0, heart=record.heart)
+    world = join(config, layout, alive=record.watchdog.progress)
+    journal = Journal(files, writes=rank == 0, watchdog=record.watchdog)
 
     journal.stage("build model", config.model.name)
     trainee = assemble(config, world, plan)
-    pulse.follow(trainee.timer)
+    count_host_waits(trainee.timer)
+    trainee.timer.on_change = lambda phase: record.watchdog.progress()
     assumed = config.cluster.grouped_collectives
     if (contradiction := owner_bucket_group.find_contradiction(trainee.chunks, world, assumed=assumed)) is not None:
         journal.incident("grouping", detail=contradiction, level="warning")
@@ -74,7 +73,7 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     texts = {path.name: path.read_text(encoding="utf-8") for path in inputs}
     texts[DATA_FILE] = json.dumps(jsonable(record_dict(data_plan)), indent=1) + "\n"
     last_checkpoint = None if point is None or point.weights_only else Path(point.checkpoint).name
-    saver = Saver(trainee, files, journal, texts=texts, last_checkpoint=last_checkpoint, alive=record.heart.progress)
+    saver = Saver(trainee, files, journal, texts=texts, last_checkpoint=last_checkpoint, alive=record.watchdog.progress)
     try:
         sampler = sampler_of(config, corpus)
         training = Training(trainee, datasets, files, journal, record, start=start, saver=saver, sampler=sampler)

@@ -1,9 +1,7 @@
-"""Pieces of units have one writer each; what is stored in pieces, or as in version 1, is read as the whole."""
+"""Pieces of units have one writer each; what is stored in pieces, or whole, is read as the whole."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from hashlib import sha256
 from itertools import combinations
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import pytest
 import torch
 
 from canzona_cli.checkpoint.commit import begin, finish, write_part
-from canzona_cli.checkpoint.manifest import MANIFEST, Buffer, Piece, Shard
+from canzona_cli.checkpoint.manifest import Buffer, Piece, Shard
 from canzona_cli.checkpoint.reader import Reader
 from canzona_cli.checkpoint.snapshot import Holding, Part, assign_writers
 from canzona_cli.checkpoint.verify import read_manifest, verify
@@ -56,23 +54,16 @@ def _saved(root: Path, pieces: Sequence[Piece]) -> Path:
     return finish(partial, 3, header(3), {}, 5.0)
 
 
-def _saved_as_in_version_1(root: Path) -> Path:
+def _saved_whole(root: Path) -> Path:
     partial = begin(root, 3)
     tensors = {f"{EMBEDDING}/master": _buffer(WHOLE), f"{NORM}/master": _buffer(WHOLE[1])}
     write_part(partial, 0, Shard(tensors=tensors, scalars={}))
-    folder = finish(partial, 1, header(3), {}, 5.0)
-    value = json.loads((folder / MANIFEST).read_text()) | {"version": 1}
-    del value["sha256"]
-    for tensor in value["tensors"].values():
-        assert tensor.pop("piece") is None
-    body = json.dumps(value, indent=0)[2:].encode()
-    (folder / MANIFEST).write_bytes(b'{"sha256": "' + sha256(body).hexdigest().encode() + b'",\n' + body)
-    return folder
+    return finish(partial, 1, header(3), {}, 5.0)
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_any_rectangle_of_a_whole_is_read(tmp_path: Path, version: int) -> None:
-    folder = _saved(tmp_path, (*PIECES, *HALVES)) if version == 2 else _saved_as_in_version_1(tmp_path)
+@pytest.mark.parametrize("whole", [False, True])
+def test_any_rectangle_of_a_whole_is_read(tmp_path: Path, whole: bool) -> None:
+    folder = _saved_whole(tmp_path) if whole else _saved(tmp_path, (*PIECES, *HALVES))
     manifest, problems = verify(folder)
     assert problems == []
     with Reader(folder, manifest, MODEL) as reader:

@@ -9,7 +9,7 @@ from canzona_cli.config.completion import complete_override, joined_words
     ("typed", "offered"),
     [
         ("recipe=qwen3-1", ["recipe=qwen3-1.7b", "recipe=qwen3-14b"]),
-        ("optimizer=s", ["optimizer=shampoo", "optimizer=soap", "optimizer=soap-muon"]),
+        ("optimizer=s", ["optimizer=shampoo", "optimizer=soap"]),
         ("cluster=h", ["cluster=h100-80g", "cluster=h200"]),
         ("engine.strategy=l", ["engine.strategy=layerwise"]),
         ("train.non", ["train.non_finite="]),

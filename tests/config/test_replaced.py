@@ -10,6 +10,7 @@ from canzona_cli.config.compose import compose_run, dump_resolved, load_resolved
 from canzona_cli.config.replaced import CHOSEN
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import ConfigError
+from tests.refusals import refused
 
 
 def written(folder: Path, *overrides: str) -> RunConfig:
@@ -75,8 +76,10 @@ def test_a_new_run_with_the_settings_of_another_derives_anew_what_that_one_had_d
     folder = tmp_path / "run"
     written(folder, "gpus=2", "parallel.tp=2", "train.steps=50")
     recipe = f"recipe={folder / 'config.yaml'}"
-    assert compose_run([recipe, "train.steps=100"]).config.schedule.decay_steps == 50
-    (folder / "layout.json").touch()
+    mine = tmp_path / "mine" / "config.yaml"
+    mine.parent.mkdir()
+    mine.write_text((folder / "config.yaml").read_text())
+    assert compose_run([f"recipe={mine}", "train.steps=100"]).config.schedule.decay_steps == 50
     fresh = resolve(compose_run(["recipe=qwen3-tiny", "gpus=2", "train.steps=100"]).config)[0]
     longer = resolve(compose_run([recipe, "train.steps=100", "gpus=2"]).config)[0]
     assert longer.schedule.complete(100) == fresh.schedule.complete(100)
@@ -94,15 +97,18 @@ def test_a_batch_that_follows_from_its_tokens_follows_the_sequence_length(tmp_pa
     assert again(tmp_path / "typed", "train.seq_length=128").train.global_batch_size == 8
 
 
-def test_an_older_run_validates_on_as_many_sequences_as_before(tmp_path: Path) -> None:
+def test_a_run_of_another_version_is_refused_in_one_sentence(tmp_path: Path) -> None:
     written(tmp_path / "run", "gpus=1")
     file = tmp_path / "run" / "config.yaml"
-    file.write_text(file.read_text().replace("eval_sequences: 64", "eval_batches: 3"))
-    assert load_resolved(file).train.eval_sequences == 3 * 16
-    with pytest.raises(ConfigError) as refused:
-        compose_run(["recipe=qwen3-tiny", "train.eval_batches=3"])
-    (problem,) = refused.value.problems
-    assert problem.fix == "use train.eval_sequences: the number of sequences, whatever the batch"
+    file.write_text(file.read_text().replace("eval_sequences: 64", "eval_batches: 3").replace("seed: ", "seeds: "))
+    for refusals in (
+        refused(load_resolved, file),
+        refused(compose_run, [f"run.dir={tmp_path / 'run'}", "train.steps=no"]),
+    ):
+        (problem,) = [problem for problem in refusals if problem.key == str(file)]
+        assert len(refusals) == 1
+        assert "another version of canzona, or edited: this version has no setting train.seeds" in problem.reason
+        assert "start a new run from a recipe" in problem.fix
 
 
 def test_without_a_run_there_a_recipe_is_needed_and_a_recipe_that_is_named_counts(tmp_path: Path) -> None:

@@ -6,10 +6,7 @@ import hashlib
 import io
 import json
 import lzma
-import os
-import signal
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +21,6 @@ from canzona_cli.data.reading import Batch, DocumentUnit, Reader, ReadSettings, 
 from canzona_cli.data.sidecar import Tally
 from canzona_cli.data.sources import InputFormat, Source, find_sources, stdlib_digest, stdlib_sources
 from canzona_cli.errors import ConfigError, EnvironmentProblem
-from tests.waiting import PATIENCE_S
 
 
 def zstd(data: bytes) -> bytes:
@@ -249,22 +245,3 @@ def test_the_standard_library_is_large_the_same_every_time_and_mixed() -> None:
     assert not any("/test/" in label or "site-packages" in label or "_sysconfigdata" in label for label in labels)
     held_out = {label.removeprefix("stdlib:")[0] for label in labels[-len(labels) // 20 :]}
     assert len(held_out) > 6, "the end of the corpus is a mix of modules"
-
-
-def test_a_signal_just_before_a_read_of_an_empty_pipe_is_heard() -> None:
-    """The signal arrives between Python's last look at its signals and the system call, which then waits: here it
-    interrupts another thread's sleep, and no call of the one that reads."""
-    reading_end, writing_end = os.pipe()
-
-    def interrupt() -> None:
-        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
-
-    threading.Timer(0.3, interrupt).start()
-    late = threading.Timer(PATIENCE_S, os.close, [writing_end])
-    late.start()
-    with pytest.raises(KeyboardInterrupt):
-        read(f"/dev/fd/{reading_end}")
-    assert late.is_alive(), "heard only when the pipe was closed"
-    late.cancel()
-    os.close(writing_end)
-    os.close(reading_end)

@@ -69,7 +69,7 @@ def test_bpe_compresses_what_it_learnt_from_and_has_the_size_asked_for(bpe: Json
 
 
 def test_bpe_training_is_the_same_in_another_process_with_other_hashes_and_threads(bpe: JsonTokenizer) -> None:
-    code = "from tests.data.test_tokenizers import SAMPLE, train_bpe; print(train_bpe(SAMPLE, 400, workers=1).name)"
+    code = "from tests.data.test_tokenizers import SAMPLE, train_bpe; print(train_bpe(SAMPLE, 400).name)"
     other = ran(sys.executable, "-c", code, environment={"PYTHONHASHSEED": "7"})
     assert other.stdout.strip() == bpe.name
 

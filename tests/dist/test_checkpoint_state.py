@@ -45,7 +45,6 @@ OPTIMIZERS = {
     "soap": ("optimizer=soap", "optimizer.precondition_frequency=2"),
     "shampoo": ("optimizer=shampoo", "optimizer.precondition_frequency=2"),
     "normuon": ("optimizer=normuon",),
-    "kl-shampoo": ("optimizer=kl-shampoo", "optimizer.precondition_frequency=2"),
 }
 LAYOUTS = {
     "dp4": ("gpus=4", "parallel.pp=1"),
@@ -56,7 +55,7 @@ LAYOUTS = {
 }
 RESUMED = ("muon", "soap")
 CASES = [("muon", "pp2 tp2"), ("soap", "tp4"), ("adamw", "pp2")]
-SWEPT = [("kl-shampoo", "dp4"), ("normuon", "dp2")]
+SWEPT = [("shampoo", "dp4"), ("normuon", "dp2")]
 """Optimizers and layouts; `tests.dist.fuzz` draws more of both."""
 STRATEGIES = (OPTIMIZERS["muon"], "layerwise")
 """The settings of canzona, and another strategy."""

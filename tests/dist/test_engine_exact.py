@@ -6,7 +6,7 @@ added up in another order than a single process has: they are compared with the 
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 
 import pytest
 import torch
@@ -14,22 +14,18 @@ from emerging_optimizers.orthogonalized_optimizers import Muon as EmergingMuon
 
 from canzona_cli.config.schema import (
     Form,
-    KLShampooConfig,
     Layout,
     MuonConfig,
     NorMuonConfig,
     RunConfig,
     ShampooConfig,
     SoapConfig,
-    SoapMuonConfig,
 )
 from canzona_cli.costs.update import algorithm_of, form_of
-from canzona_cli.optimizers.kl_shampoo import KLShampoo
 from canzona_cli.optimizers.muon import Muon
 from canzona_cli.optimizers.normuon import NorMuon
 from canzona_cli.optimizers.shampoo import Shampoo
 from canzona_cli.optimizers.soap import SOAP
-from canzona_cli.optimizers.soap_muon import SOAPMuon
 from tests.dist import jobs
 from tests.dist.jobs import EXPERTS, SMALL, Runs, planned
 from tests.dist.synthetic import (
@@ -87,8 +83,6 @@ WHOLE: dict[str, Run] = {
 }
 KIN: dict[str, Run] = {
     "normuon": (("optimizer=normuon",), 3),
-    "kl-shampoo": (("optimizer=kl-shampoo", *OFTEN), 3),
-    "soap-muon": (("optimizer=soap-muon", *OFTEN), 3),
 }
 """Rules that the engine cannot tell from those: compared in one layout."""
 SPLITTINGS: dict[str, Run] = {
@@ -182,9 +176,8 @@ def _ordinary(config: RunConfig) -> Make:
         return lambda params: NorMuon(params, o.lr, weight_decay=o.weight_decay, precision="fp32")
     if isinstance(o, MuonConfig):
         return lambda params: Muon(params, o.lr, weight_decay=o.weight_decay, precision="fp32")
-    if isinstance(o, SoapConfig | KLShampooConfig | SoapMuonConfig):
-        kinds = {"soap": SOAP, "kl-shampoo": KLShampoo, "soap-muon": partial(SOAPMuon, iterated_in="fp32")}
-        return lambda params: kinds[o.name](  # type: ignore[operator]
+    if isinstance(o, SoapConfig):
+        return lambda params: SOAP(
             params, o.lr, weight_decay=o.weight_decay, betas=(o.beta1, o.beta2), eps=o.eps,
             shampoo_beta=o.shampoo_beta, precondition_frequency=o.precondition_frequency,
             max_preconditioner_dim=o.max_preconditioner_dim, spread=o.stagger,

@@ -15,12 +15,10 @@ from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.megatron.model import Trainee
 from canzona_cli.megatron.parallel import World
 from canzona_cli.optimizers import cpu_matmuls
-from canzona_cli.optimizers.kl_shampoo import KLShampoo
 from canzona_cli.optimizers.muon import Muon
 from canzona_cli.optimizers.normuon import NorMuon
 from canzona_cli.optimizers.shampoo import Shampoo
 from canzona_cli.optimizers.soap import SOAP
-from canzona_cli.optimizers.soap_muon import SOAPMuon
 from canzona_cli.planner.memory import plan_memory
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from tests.dist.engine_support import hosted_bytes, resolve, tensor_bytes
@@ -42,9 +40,7 @@ MAKE: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
     "muon shared": lambda params: Muon(params, 0.01),
     "normuon": lambda params: NorMuon(params, 0.01),
     "shampoo": lambda params: Shampoo(params, 0.01, spread=True),
-    "kl-shampoo": lambda params: KLShampoo(params, 0.01, spread=True),
     "soap": lambda params: SOAP(params, 0.01, spread=True),
-    "soap-muon": lambda params: SOAPMuon(params, 0.01, spread=True),
 }
 EVERYWHERE = ("muon", "muon shared")
 """The others differ from these by what they keep, not by where."""

@@ -10,7 +10,6 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.megatron import quick_import
-from canzona_cli.megatron.instrument import mark_dispatch_waits
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import StepTiming
 from canzona_cli.run.phases import IN_STEP
@@ -295,24 +294,6 @@ def test_the_layerwise_optimizer_trains_divided_experts(where: str) -> None:
     losses = RUNS[where, "layerwise"].losses
     assert losses == pytest.approx(RUNS[where, "sc, bf16"].losses, abs=1e-5)
     assert losses == pytest.approx(RUNS["one rank", "sc, bf16"].losses, abs=IN_BF16)
-
-
-def test_dispatchers_that_read_from_a_device_are_known_to_wait() -> None:
-    """Each of two layers waits in three methods for each of four micro-batches, as on GPUs; the step's own waits come
-    on top."""
-    run = ("one rank", "adamw")
-    config, layout = _resolve(run)
-
-    def work(_: str, world: World) -> list[bool]:
-        trainee = assemble(config, world, None)
-        mark_dispatch_waits(trainee.chunks, trainee.timer)
-        waits: list[bool] = []
-        trainee.timer.on_wait = waits.append
-        train_step(trainee, BatchStream(samples_of(config, layout.global_batch_size), world))
-        return waits
-
-    [waits] = on_ranks({"start": (config, layout)}, work)["start"]
-    assert waits == [True, False] * (3 * config.model.num_layers * layout.num_microbatches + 2)
 
 
 @pytest.mark.parametrize("how", ["sc, starved", "qkv, starved"])

@@ -78,7 +78,7 @@ def _break(trainee: Trainee, fault: Fault) -> None:
         assert isinstance(average, torch.Tensor)
         average[0, 0] = torch.nan
     if fault == "marked":
-        fragment.replace_marks({muon_facts.DISTRUSTED: True})
+        fragment.replace_marks({muon_facts.DISTRUSTED: 1})
 
 
 @contextmanager

@@ -14,12 +14,11 @@ from canzona_cli.planner.make import make_plan
 from canzona_cli.run.breakdown import load_breakdown
 from canzona_cli.run.codec import save
 from canzona_cli.run.files import RunFiles
-from canzona_cli.run.heartbeat import Heart
 from canzona_cli.run.records import describe, event_of
 from canzona_cli.training import measure
 from canzona_cli.training.data import BatchStream, build_datasets
 from canzona_cli.training.measure import StragglerWatch, gather_breakdown
-from canzona_cli.training.process import Pulse
+from canzona_cli.training.process import count_host_waits
 from canzona_cli.training.records import Journal
 from canzona_cli.training.step import train_step
 from tests.dist.jobs import assemble, prepare
@@ -34,9 +33,8 @@ def train_with_a_slow_rank(
     """(own, waited) seconds of this rank's steps, and how long the slow one sleeps in each of its forward passes: as
     long as all of a step took at first. Rank 0 writes the run's events."""
     rank = int(os.environ["RANK"])
-    pulse = Pulse(Heart(rank))
     trainee, corpus = assemble(cache, *overrides)
-    pulse.follow(trainee.timer)
+    count_host_waits(trainee.timer)
     measure.WINDOW = WINDOW  # type: ignore[misc]
     journal = Journal(RunFiles(run), writes=rank == 0)
     datasets = build_datasets(trainee.config, corpus, cache=cache / "indices")

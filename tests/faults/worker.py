@@ -1,7 +1,6 @@
 """A worker that keeps the launcher's side of the contract without a model: real torchrun, real gloo, steps of an
 all-reduce. The run directory's file `behaviour` says how it ends."""
 
-import faulthandler
 import os
 import sys
 import time
@@ -11,9 +10,9 @@ from pathlib import Path
 
 from canzona_cli.run.codec import record_dict, save
 from canzona_cli.run.files import RunFiles, append_json_line
-from canzona_cli.run.heartbeat import STACKS_SIGNAL, Heart
 from canzona_cli.run.orphan import die_with_parent
 from canzona_cli.run.records import RankError, RankResult, StepMetrics
+from canzona_cli.run.watchdog import Watchdog
 
 BEHAVIOURS = ("done", "raise", "endless", "deaf", "stuck", "absent")
 STEPS = 4
@@ -28,12 +27,11 @@ def main(files: RunFiles) -> int:
     if behaviour == "absent" and rank == 1:
         time.sleep(3600)
     print(f"rank {rank} starts", file=sys.stderr)
-    faulthandler.register(STACKS_SIGNAL, all_threads=True)
-    heart = Heart(rank)
+    watchdog = Watchdog()
     state = RankResult(rank=rank, pid=os.getpid(), status="running")
     save(files.rank(rank), state)
     try:
-        ending = train(files, rank, behaviour, heart)
+        ending = train(files, rank, behaviour, watchdog)
     except Exception as error:
         described = RankError(type=type(error).__name__, message=str(error), traceback=traceback.format_exc())
         save(files.rank(rank), replace(state, status="failed", exit_code=70, error=described, time=time.time()))
@@ -46,23 +44,18 @@ def stuck_in_a_file_server() -> None:
     time.sleep(3600)
 
 
-def train(files: RunFiles, rank: int, behaviour: str, heart: Heart) -> RankResult:
+def train(files: RunFiles, rank: int, behaviour: str, watchdog: Watchdog) -> RankResult:
     import torch
     import torch.distributed as dist
 
-    from canzona_cli.training.process import Pulse
-
-    heart.progress()
-    Pulse(heart)
-    with heart.waiting():
-        dist.init_process_group("gloo")
-    heart.stage("train")
+    watchdog.progress()
+    dist.init_process_group("gloo")
+    watchdog.stage("train")
     step = 0
     while behaviour in ("endless", "deaf") or step < STEPS:
         step += 1
-        heart.step(step)
+        watchdog.step()
         if behaviour == "stuck" and rank == 1 and step == 3:
-            heart.phase("data")
             stuck_in_a_file_server()
         value = torch.ones(1)
         dist.all_reduce(value)

@@ -17,6 +17,7 @@ from canzona_cli.run.codec import load_if_valid, record_dict, save
 from canzona_cli.run.files import RunFiles, append_json_line
 from canzona_cli.run.orphan import LAUNCHER_VARIABLE
 from canzona_cli.run.records import RankError, RankResult, ResumePoint, StageEvent, StepMetrics, read_layout
+from canzona_cli.run.watchdog import Watchdog
 
 STEPS = 6
 STEP_S = 0.01
@@ -64,6 +65,7 @@ def _ended(files: RunFiles, ending: str, step: int) -> RankResult:
         code = ExitCode.PREEMPTED if reason == "preempted" else ExitCode.INTERRUPTED
         return RankResult(rank=0, pid=os.getpid(), status=reason, exit_code=code, step=step, time=time.time())
     if ending == "hang":
+        Watchdog()
         time.sleep(3600)
     if ending == "crash":
         error = RankError(type="OSError", message=f"pid {os.getpid()}: the cable is loose", traceback="Traceback")

@@ -139,13 +139,3 @@ def test_another_machines_failure_is_noticed_after_its_workers_had_time_to_lose_
         seen.append(head.others_failed())
     assert not seen[0]
     assert seen[-1]
-
-
-def test_ranks_that_wait_let_another_machine_name_who_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [1000.0]
-    monkeypatch.setattr("canzona_cli.launch.machines.time.monotonic", lambda: now[0])
-    head = machines(tmp_path, 2)[0]
-    assert head.others_may_report()
-    now[0] += 60
-    assert not head.others_may_report(), "nobody did"
-    assert not machines(tmp_path, 1)[0].others_may_report()

@@ -123,14 +123,12 @@ def soap(
     shampoo_beta: float,
     eps: float,
     period: int,
-    finish: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
     late: int | None = None,
 ) -> torch.Tensor:
     """SOAP (Vyas et al. 2024, algorithms 3 and 4); the first moment is kept in the weights' own basis, as there.
 
     Args:
         late: as for `shampoo`.
-        finish: the function applied to an update.
     """
     w = weight.double()
     rows, cols = w.shape
@@ -156,53 +154,7 @@ def soap(
         v = betas[1] * v + (1 - betas[1]) * turned**2
         mean = q_l.T @ m @ q_r / (1 - betas[0] ** t)
         adam = mean / ((v / (1 - betas[1] ** t)).sqrt() + eps)
-        w = w - lr * weight_decay * w - lr * finish(q_l @ adam @ q_r.T)
-    return w
-
-
-def kl_shampoo(
-    weight: torch.Tensor,
-    grads: Sequence[torch.Tensor],
-    *,
-    lr: float,
-    weight_decay: float,
-    beta1: float,
-    shampoo_beta: float,
-    period: int,
-    left: bool = True,
-    right: bool = True,
-    late: int | None = None,
-) -> torch.Tensor:
-    """KL-Shampoo (Lin et al. 2025, figure 3): covariance, eigenvalues, bases, preconditioning; averages corrected."""
-    w = weight.double()
-    rows, cols = w.shape
-    L, R, m = torch.zeros(rows, rows).double(), torch.zeros(cols, cols).double(), torch.zeros_like(w)
-    q_l, q_r = torch.eye(rows).double(), torch.eye(cols).double()
-    size = grads[0].double().square().mean().sqrt() ** (2 / (left + right))
-    l_values = size.repeat(rows) if left else torch.ones(rows).double()
-    r_values = size.repeat(cols) if right else torch.ones(cols).double()
-    for index, grad in enumerate(grads):
-        g, t = grad.double(), index + 1
-        of_l = g @ q_r @ torch.diag(1 / r_values) @ q_r.T @ g.T / cols
-        of_r = g.T @ q_l @ torch.diag(1 / l_values) @ q_l.T @ g / rows
-        L = shampoo_beta * L + (1 - shampoo_beta) * of_l
-        R = shampoo_beta * R + (1 - shampoo_beta) * of_r
-        if index and left:
-            l_values = shampoo_beta * l_values + (1 - shampoo_beta) * (q_l.T @ of_l @ q_l).diagonal()
-        if index and right:
-            r_values = shampoo_beta * r_values + (1 - shampoo_beta) * (q_r.T @ of_r @ q_r).diagonal()
-        if index % period == 0:
-            begun = L, R
-        if index == 0:
-            q_l = torch.linalg.eigh(L)[1].flip(1) if left else q_l
-            q_r = torch.linalg.eigh(R)[1].flip(1) if right else q_r
-        elif index == refreshed_at(index, period, late):
-            q_l = torch.linalg.qr(begun[0] @ q_l)[0] if left else q_l
-            q_r = torch.linalg.qr(begun[1] @ q_r)[0] if right else q_r
-        m = beta1 * m + (1 - beta1) * g
-        turned = q_l.T @ m @ q_r / (1 - beta1**t)
-        update = q_l @ (turned / torch.outer(l_values, r_values).sqrt()) @ q_r.T
-        w = w - lr * weight_decay * w - lr * update
+        w = w - lr * weight_decay * w - lr * (q_l @ adam @ q_r.T)
     return w
 
 

@@ -325,7 +325,7 @@ def test_in_standard_form_nothing_is_fp16(monkeypatch: pytest.MonkeyPatch) -> No
         split.step(gradient)
         for p, optimizer_of in zip(split.fragments, split.optimizers, strict=True):
             p.copy_(start[:, : p.size(1)])
-            optimizer_of.state[p][muon_facts.DISTRUSTED] = True
+            optimizer_of.state[p][muon_facts.DISTRUSTED] = 1
         split.step_alone()
         assert isinstance(optimizer, Muon)
         return [*weights, split.gathered()], optimizer.workspace.nbytes

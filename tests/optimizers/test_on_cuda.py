@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from canzona_cli.optimizers import SOAP, KLShampoo, Muon, NorMuon, Shampoo, SOAPMuon, gram_form
+from canzona_cli.optimizers import SOAP, Muon, NorMuon, Shampoo, gram_form
 from canzona_cli.optimizers.facts import Form
 from canzona_cli.optimizers.matrix_optimizer import MatrixOptimizer
 from canzona_cli.optimizers.shared_rows import FragmentGroup, Shape
@@ -108,7 +108,7 @@ def test_experts_read_nothing_back_and_take_no_more_operations_if_they_are_more(
     assert reads == []
 
 
-@pytest.mark.parametrize("kind", [SOAP, SOAPMuon, Shampoo, KLShampoo])
+@pytest.mark.parametrize("kind", [SOAP, Shampoo])
 def test_others_read_whether_a_decomposition_succeeded(kind: Callable[..., MatrixOptimizer], reads: list[str]) -> None:
     stepped(lambda params: kind(params, 0.02))
     # Two sides of each matrix, at the first step and with the period: the rank and whether it is finite.

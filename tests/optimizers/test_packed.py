@@ -1,12 +1,9 @@
-"""Symmetric factors kept by half are the factors, and checkpoints of whole ones still load."""
-
-from collections.abc import Callable
+"""Symmetric factors kept by half are the factors."""
 
 import pytest
 import torch
 
-from canzona_cli.optimizers import SOAP, Shampoo
-from canzona_cli.optimizers.kronecker import KroneckerOptimizer, average_gram, pack, unpack
+from canzona_cli.optimizers.kronecker import average_gram, pack, unpack
 from canzona_cli.optimizers.shampoo_facts import packed_elements
 
 from . import reference as reference
@@ -41,28 +38,3 @@ def test_averages_are_those_of_whole_products(side: int, tall: bool) -> None:
 @pytest.mark.parametrize("side", [512, 1024, 4096, 5120, 12288])
 def test_of_the_sides_of_real_models_at_most_55_hundredths_are_kept(side: int) -> None:
     assert packed_elements(side) <= 0.55 * side**2
-
-
-@pytest.mark.parametrize("make", [Shampoo, SOAP])
-def test_state_of_whole_squares_is_taken_over(make: Callable[..., KroneckerOptimizer]) -> None:
-    """Older versions stored squares; the run goes on bit by bit as if it had been packed."""
-    shapes = [(24, 40)]
-    grads = reference.gradients(shapes, 6)
-    params = reference.weights(shapes)
-    optimizer = make(params, 0.02, precondition_frequency=2)
-    reference.step_through(optimizer, params, grads[:3])
-    (p,) = params
-    state = optimizer.state[p]
-    old = {key: value.clone() for key, value in state.items() if isinstance(value, torch.Tensor)}
-    sides = {f"{name}{side}": length for name in optimizer.symmetric for side, length in (("L", 24), ("R", 40))}
-    for key, length in sides.items():
-        old[key] = reference.unpacked(state, key, length)
-    copies = [torch.nn.Parameter(p.detach().clone())]
-    resumed = make(copies, 0.02, precondition_frequency=2)
-    resumed.state[copies[0]] = {**resumed.convert_state(copies[0], old), "step": 3}
-    assert {key: tuple(value.shape) for key, value in resumed.state[copies[0]].items() if key != "step"} == {
-        key: shape for key, shape in resumed.state_shapes(copies[0]).items() if shape is not None
-    }
-    reference.step_through(optimizer, params, grads[3:])
-    reference.step_through(resumed, copies, grads[3:])
-    assert torch.equal(p, copies[0])

@@ -102,7 +102,7 @@ def test_mfu_is_per_cent_of_the_peak(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [({"version": 99}, "has version 99, but this canzona reads"), ({"phases": {"forward": 7}}, "phases.forward: ")],
+    [({"version": 99}, "another version of canzona"), ({"phases": {"forward": 7}}, "phases.forward: ")],
 )
 def test_a_breakdown_of_another_version_or_form_is_refused(
     tmp_path: Path, change: dict[str, object], reason: str

@@ -134,7 +134,7 @@ def test_every_fact_that_a_recipe_has_otherwise_is_named_at_once(exported: Path)
     assert refused(exported, "model.head_dim=32")[0] == 2
 
 
-def _index(change: Callable[[object], object]) -> Callable[[Path], None]:
+def _index(change: Callable[[object], object]) -> Callable[[Path], object]:
     def apply(folder: Path) -> None:
         path = folder / ".metadata"
         path.write_bytes(pickle.dumps(change(pickle.loads(path.read_bytes()))))
@@ -142,7 +142,7 @@ def _index(change: Callable[[object], object]) -> Callable[[Path], None]:
     return apply
 
 
-def _arguments(**values: object) -> Callable[[Path], None]:
+def _arguments(**values: object) -> Callable[[Path], object]:
     def apply(folder: Path) -> None:
         common = torch.load(folder / "common.pt", weights_only=False)
         vars(common["args"]).update(values)
@@ -157,7 +157,7 @@ def _elsewhere(index: object) -> object:
     return index
 
 
-def _counts(iteration: int = STEP, samples: int = 8 * STEP) -> Callable[[Path], None]:
+def _counts(iteration: int = STEP, samples: int = 8 * STEP) -> Callable[[Path], object]:
     def apply(folder: Path) -> None:
         common = torch.load(folder / "common.pt", weights_only=False)
         common["iteration"], common["args"].consumed_train_samples = iteration, samples
@@ -173,7 +173,7 @@ def _contains_itself(folder: Path) -> None:
     torch.save(common, folder / "common.pt")
 
 
-def _replaced(name: str, make: Callable[[Path], None]) -> Callable[[Path], None]:
+def _replaced(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
     """Something else in the place of a file."""
 
     def apply(folder: Path) -> None:
@@ -183,7 +183,7 @@ def _replaced(name: str, make: Callable[[Path], None]) -> Callable[[Path], None]
     return apply
 
 
-def _with_key(key: bytes) -> Callable[[Path], None]:
+def _with_key(key: bytes) -> Callable[[Path], object]:
     """A dict in the index with this pickled key."""
 
     def apply(folder: Path) -> None:
@@ -216,7 +216,7 @@ def _flipped(folder: Path) -> None:
     path.write_bytes(content)
 
 
-FORGED: dict[str, tuple[Callable[[Path], None], int, str]] = {
+FORGED: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "no index": (lambda folder: (folder / ".metadata").unlink(), 5, "cannot be read"),
     "no tensors": (lambda folder: (folder / "__0_0.distcp").unlink(), 5, "__0_0.distcp"),
     "no arguments": (lambda folder: (folder / "common.pt").unlink(), 5, "common.pt is missing"),

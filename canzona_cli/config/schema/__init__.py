@@ -45,13 +45,10 @@ from canzona_cli.optimizers.muon_facts import (
     STANDARD_ONLY,
     MomentumConfig,
     MuonConfig,
-    NewtonSchulzConfig,
     NorMuonConfig,
 )
 from canzona_cli.optimizers.shampoo_facts import (
-    KLShampooConfig,
     KroneckerConfig,
     ShampooConfig,
     SoapConfig,
-    SoapMuonConfig,
 )
