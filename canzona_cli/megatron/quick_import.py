@@ -2,9 +2,9 @@
 before Megatron.
 
 Megatron and emerging-optimizers decorate about thirty functions with `torch.compile` when they are imported.
-The decorator alone loads the compiler, which takes more than half of a worker's start-up time (ten seconds
-for four ranks on two cores), and a run on CPUs does not call any of these functions. While this module
-imports Megatron, `torch.compile` is replaced by a decorator that compiles at the first call.
+The decorator alone loads the compiler, which makes a rank's imports 40% longer (two seconds of processor
+time), and a run on CPUs does not call any of these functions. While this module imports Megatron,
+`torch.compile` is replaced by a decorator that compiles at the first call.
 
 Megatron's timers import wandb if it is installed, which takes a quarter of Megatron's import time. canzona's
 trackers use wandb in separate processes instead, so the import is blocked while Megatron is imported.
