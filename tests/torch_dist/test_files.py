@@ -183,13 +183,18 @@ def _replaced(name: str, make: Callable[[Path], None]) -> Callable[[Path], None]
     return apply
 
 
-def _with_key(key: bytes) -> Callable[[Path], None]:
-    """A dict in the index with this pickled key."""
+def _pickled(content: bytes) -> Callable[[Path], None]:
+    """This pickle in the place of the index."""
 
     def apply(folder: Path) -> None:
-        (folder / ".metadata").write_bytes(b"\x80\x04}(" + key + b"K\x01u.")
+        (folder / ".metadata").write_bytes(content)
 
     return apply
+
+
+def _with_key(key: bytes) -> Callable[[Path], None]:
+    """A dict in the index with this pickled key."""
+    return _pickled(b"\x80\x04}(" + key + b"K\x01u.")
 
 
 def _doubled(times: int) -> bytes:
@@ -239,9 +244,7 @@ FORGED: dict[str, tuple[Callable[[Path], None], int, str]] = {
     "a thousand large keys": (
         _with_key(_doubled(19) + b"q\xc8" + b"K\x01h\xc8" * 1000), 5, "elements in keys"
     ),
-    "a table of 2^32 places": (
-        lambda folder: (folder / ".metadata").write_bytes(b"\x80\x04Nr\xff\xff\xff\xff."), 5, "place 4,294,967,295"
-    ),
+    "a table of 2^32 places": (_pickled(b"\x80\x04Nr\xff\xff\xff\xff."), 5, "place 4,294,967,295"),
     "two million mentions": (_index(_mentions(2_000_000)), 5, "overlap"),
 }  # fmt: skip
 
