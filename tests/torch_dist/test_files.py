@@ -134,7 +134,7 @@ def test_every_fact_that_a_recipe_has_otherwise_is_named_at_once(exported: Path)
     assert refused(exported, "model.head_dim=32")[0] == 2
 
 
-def _index(change: Callable[[object], object]) -> Callable[[Path], object]:
+def _index(change: Callable[[object], object]) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
         path = folder / ".metadata"
         path.write_bytes(pickle.dumps(change(pickle.loads(path.read_bytes()))))
@@ -142,7 +142,7 @@ def _index(change: Callable[[object], object]) -> Callable[[Path], object]:
     return apply
 
 
-def _arguments(**values: object) -> Callable[[Path], object]:
+def _arguments(**values: object) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
         common = torch.load(folder / "common.pt", weights_only=False)
         vars(common["args"]).update(values)
@@ -157,7 +157,7 @@ def _elsewhere(index: object) -> object:
     return index
 
 
-def _counts(iteration: int = STEP, samples: int = 8 * STEP) -> Callable[[Path], object]:
+def _counts(iteration: int = STEP, samples: int = 8 * STEP) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
         common = torch.load(folder / "common.pt", weights_only=False)
         common["iteration"], common["args"].consumed_train_samples = iteration, samples
@@ -173,7 +173,7 @@ def _contains_itself(folder: Path) -> None:
     torch.save(common, folder / "common.pt")
 
 
-def _replaced(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
+def _replaced(name: str, make: Callable[[Path], None]) -> Callable[[Path], None]:
     """Something else in the place of a file."""
 
     def apply(folder: Path) -> None:
@@ -183,13 +183,18 @@ def _replaced(name: str, make: Callable[[Path], object]) -> Callable[[Path], Non
     return apply
 
 
-def _with_key(key: bytes) -> Callable[[Path], object]:
-    """A dict in the index with this pickled key."""
+def _pickled(content: bytes) -> Callable[[Path], None]:
+    """This pickle in the place of the index."""
 
     def apply(folder: Path) -> None:
-        (folder / ".metadata").write_bytes(b"\x80\x04}(" + key + b"K\x01u.")
+        (folder / ".metadata").write_bytes(content)
 
     return apply
+
+
+def _with_key(key: bytes) -> Callable[[Path], None]:
+    """A dict in the index with this pickled key."""
+    return _pickled(b"\x80\x04}(" + key + b"K\x01u.")
 
 
 def _doubled(times: int) -> bytes:
@@ -216,7 +221,7 @@ def _flipped(folder: Path) -> None:
     path.write_bytes(content)
 
 
-FORGED: dict[str, tuple[Callable[[Path], object], int, str]] = {
+FORGED: dict[str, tuple[Callable[[Path], None], int, str]] = {
     "no index": (lambda folder: (folder / ".metadata").unlink(), 5, "cannot be read"),
     "no tensors": (lambda folder: (folder / "__0_0.distcp").unlink(), 5, "__0_0.distcp"),
     "no arguments": (lambda folder: (folder / "common.pt").unlink(), 5, "common.pt is missing"),
@@ -239,9 +244,7 @@ FORGED: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "a thousand large keys": (
         _with_key(_doubled(19) + b"q\xc8" + b"K\x01h\xc8" * 1000), 5, "elements in keys"
     ),
-    "a table of 2^32 places": (
-        lambda folder: (folder / ".metadata").write_bytes(b"\x80\x04Nr\xff\xff\xff\xff."), 5, "place 4,294,967,295"
-    ),
+    "a table of 2^32 places": (_pickled(b"\x80\x04Nr\xff\xff\xff\xff."), 5, "place 4,294,967,295"),
     "two million mentions": (_index(_mentions(2_000_000)), 5, "overlap"),
 }  # fmt: skip
 
