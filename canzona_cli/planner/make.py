@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Final
 
 from canzona_cli.config.execution import PLANNED
 from canzona_cli.config.schema import Execution, Layout, RunConfig
@@ -34,9 +33,6 @@ from canzona_cli.planner.pipeline import HostedPipeline, planning_config
 from canzona_cli.planner.plan import Plan, PlanSettings, Scalar, Subject
 from canzona_cli.planner.reduction import uniform_buckets
 
-_NEWER: Final = {"num_experts": 0, "gated": True}
-"""The model settings that are newer than the first plan files. A setting with this value is left out of a
-plan's subject, so that older plans keep their hashes."""
 _CAPACITIES = (8, 4, 2, 1)
 """The values of C_max that are tried, as multiples of the largest matrix."""
 
@@ -47,10 +43,7 @@ def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None
     Args:
         shapes: the user's own shapes if these are planned instead of `config.model`.
     """
-    affecting_model = {name: getattr(config.model, name) for name in settings_affecting(PLAN, "model")}
-    model: dict[str, Scalar] = {
-        name: value for name, value in affecting_model.items() if name not in _NEWER or value != _NEWER[name]
-    }
+    model: dict[str, Scalar] = {name: getattr(config.model, name) for name in settings_affecting(PLAN, "model")}
     profile = {name: getattr(config.cluster, name) for name in settings_affecting(PLAN, "cluster")}
     return Subject(
         model=MappingProxyType(model if shapes is None else {"shapes": shapes.digest}),
@@ -71,8 +64,6 @@ def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None
             {
                 name: value if value is None or isinstance(value, str | int | float) else json.dumps(value)
                 for name, value in profile.items()
-                # Left out if false, 0 or empty, so that older plans keep their hashes.
-                if value or name not in ("bf16_in_fp32", "headroom_gib", "dispatch_overlap", "verified")
             }
         ),
     )

@@ -182,15 +182,10 @@ class Subject:
     """The values of the hardware profile on which costs depend."""
 
     def content(self) -> dict[str, dict[str, Scalar]]:
-        """Returns each field as a dictionary of plain values. `layout.ep` is left out if it is 1, and
-        `optimizer.fused` if it is true, so that older plans keep their hashes."""
+        """Returns each field as a dictionary of plain values."""
         parts: dict[str, dict[str, Scalar]] = {}
         for name, part in vars(self).items():
             parts[name] = {**part} if isinstance(part, Mapping) else asdict(part)
-        if self.layout.ep == 1:
-            del parts["layout"]["ep"]
-        if self.optimizer.fused:
-            del parts["optimizer"]["fused"]
         return parts
 
     def flat(self) -> dict[str, Scalar]:

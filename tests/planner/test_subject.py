@@ -58,12 +58,6 @@ def subject_of(config: RunConfig) -> Subject:
     return subject(config, replace(mesh, cp=cp, ep=parallel.ep or 1, sequence_parallel=False))
 
 
-def test_plans_of_processors_with_instructions_for_bf16_keep_their_hash() -> None:
-    """`bf16_in_fp32` came later than plan files of this version."""
-    assert not BASE["muon"].cluster.bf16_in_fp32
-    assert "bf16_in_fp32" not in subject_of(BASE["muon"]).profile
-
-
 @pytest.mark.parametrize("setting", settings().values(), ids=lambda setting: setting.key)
 def test_what_a_setting_says_of_plans_is_so(setting: Setting) -> None:
     if setting.key == "optimizer.name":
