@@ -170,16 +170,12 @@ def _place_within(
 def _balance(stage: PoolProblem) -> Owners:
     """Packs units into the cells of the grid, deals the cells to owners, and spreads each bucket's bytes over
     owners."""
-    return spread_bytes(stage.buckets, _units_to_cells(stage), stage.kinds)
-
-
-def _units_to_cells(stage: PoolProblem) -> Owners:
-    """Packs units into cells of the grid and deals the cells to owners."""
     units = list(stage.units)
     costs = [stage.cost(unit) for unit in units]
     packing = pack(costs, stage.owners * stage.tp)
     dealt = deal([sum(costs[item] for item in items) for items in packing.bins], stage.owners)
-    return {units[item]: dealt[cell] for cell, items in enumerate(packing.bins) for item in items}
+    owners = {units[item]: dealt[cell] for cell, items in enumerate(packing.bins) for item in items}
+    return spread_bytes(stage.buckets, owners, stage.kinds)
 
 
 def _cut(stage: PoolProblem, alpha: float) -> Owners:

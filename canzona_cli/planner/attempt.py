@@ -1,8 +1,9 @@
-"""One attempt at a plan: the candidates for its assignment and buckets, and the choice between them.
+"""One attempt at a plan: assign matrices to cells (`assign`), form buckets (`buckets`) and micro-groups (`groups`),
+choose how each bucket travels (`reduction`), estimate the waits (`exposure`), and keep the best.
 
-Candidates are compared by the seconds that updates, reductions and gatherings add to an iteration
-(`planner.exposure`). The times of the forward and backward pass determine how much communication overlaps
-with them, so one attempt makes different plans for different micro-batch sizes.
+Candidates are compared by the seconds that updates, reductions and gatherings add to an iteration. The times of the
+forward and backward pass determine how much communication overlaps with them, so one attempt makes different plans for
+different micro-batch sizes.
 """
 
 from collections import defaultdict

@@ -82,8 +82,7 @@ def _from_hosts(to_each: Sequence[int], homes: Iterable[tuple[int, int, int]]) -
     """Returns the traffic if each host sends `to_each[host]` elements to every other rank and, for each
     (host, home, elements) in `homes`, further elements from `host` to `home`.
 
-    The function computes sums instead of single messages, because grouping `auto` compares hundreds of
-    candidate groups.
+    The function computes sums instead of single messages, because plans have thousands of groups.
     """
     total = sum(to_each)
     peers = len(to_each) - 1

@@ -123,7 +123,7 @@ def outlined_seconds(config: RunConfig, layout: Layout) -> float | None:
 
 @lru_cache(maxsize=16)
 def _exposure(config: RunConfig, layout: Layout) -> Exposure:
-    """Returns the estimator of a run's waits; all attempts at its plan share it."""
+    """Returns the estimator of a run's waits. Attempts with the same settings share it."""
     return Exposure(config, layout)
 
 

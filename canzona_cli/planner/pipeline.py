@@ -1,8 +1,8 @@
 """The time that a TP group takes to update an owner's micro-groups and shared matrices in the order of
 `planner.order`.
 
-`HostedPipeline.run` passes the work to a `Pipeline`: the planner's `Clock` adds up the time of the work to
-compare groupings, and the simulator adds the work to a timeline.
+`HostedPipeline.run` passes the work to a `Pipeline`: the planner's `Clock` adds up the time of the work, and
+the simulator adds the work to a timeline.
 """
 
 from collections import defaultdict

@@ -6,9 +6,7 @@ from functools import cached_property
 
 from canzona_cli.config.schema import Mesh
 from canzona_cli.costs.sharing import SharedCosts
-from canzona_cli.costs.update import rounded
 from canzona_cli.model.matrices import Matrix
-from canzona_cli.planner.bounds import stage_bound
 from canzona_cli.planner.buckets import Parameter, Part, Pool
 from canzona_cli.planner.packing import HostPacker
 from canzona_cli.planner.plan import Cell, sum_by_cell
@@ -53,11 +51,6 @@ class PoolProblem:
         return {part.unit: part.matrices for parameter in parameters for part in parameter.parts}
 
     @cached_property
-    def bound(self) -> float:
-        """The lower bound on the update seconds of the stage's busiest cell."""
-        return stage_bound(self.matrices, self.costs, self.pool.stage, self.mesh, self.shared_costs)
-
-    @cached_property
     def packer(self) -> HostPacker:
         return HostPacker(self.costs, self.tp, self.shared_costs)
 
@@ -84,23 +77,13 @@ class PoolProblem:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """An assignment of a stage's matrices to cells, and the load of the cells."""
+    """An assignment of a stage's matrices to cells."""
 
     problem: PoolProblem
     """The problem of the stage."""
     cells: Mapping[int, Cell]
     shared: Set[int]
     """The indices of the shared matrices."""
-
-    @cached_property
-    def busiest(self) -> float:
-        """The update seconds of the busiest cell."""
-        costs, shared_costs = self.problem.costs, self.problem.shared_costs
-        placed = (
-            (cell, shared_costs[index].each, True) if index in self.shared else (cell, costs[index], False)
-            for index, cell in self.cells.items()
-        )
-        return rounded(max(sum_by_cell(placed, 0.0, cells=self.problem.mesh.cells, tp=self.problem.mesh.tp)))
 
     @cached_property
     def fullest(self) -> int:

@@ -212,7 +212,7 @@ DAMAGES: list[tuple[Callable[[Any], object], str]] = [
     *((without(part), f"{part}: field required") for part in ("subject", "matrices", "buckets", "micro_groups")),
     (without("lower_bounds"), "lower_bounds: field required"),
     (lambda content: content["subject"]["layout"].pop("ep"), "exactly those of a plan"),  # it has a default
-    (lambda content: content["subject"]["optimizer"].pop("stack"), "exactly those of a plan"),
+    (lambda content: content["subject"]["optimizer"].pop("stack"), "exactly those of a plan"),  # it has a default
     (lambda content: content["matrices"][0].update(owner="nobody"), r"matrices\.0\.owner: input should be a valid int"),
     (lambda content: content["matrices"][0].update(owner=4), "outside the grid"),
     (lambda content: content["micro_groups"][0]["matrices"].append(content["micro_groups"][1]["matrices"][0]), "once"),
