@@ -14,7 +14,7 @@ from canzona_cli.cluster.gpus import with_layers_here
 from canzona_cli.cluster.possible import fill
 from canzona_cli.cluster.search import LayoutResult, LayoutSearch, candidates, search
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.execution import AnyStrategy, with_flex
+from canzona_cli.config.execution import RELEASED_TP_MODES, AnyStrategy, with_flex
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.costs.memory import GIB, Memory, capacity, headroom
 from canzona_cli.errors import ConfigError, DoesNotFit
@@ -121,7 +121,7 @@ def _planned(overrides: Sequence[str], dirs: Sequence[Path]) -> SizePlan:
     config, _ = plannable(compose_run(overrides, recipes_dirs=dirs, training=False).config)
     try:
         config, layout = fit.resolve(config)
-        return SizePlan(config=config, study=study_run(config, layout, baselines=_BASELINES))
+        return SizePlan(config=config, study=study_run(config, layout, baselines=_BASELINES, tp_modes=RELEASED_TP_MODES))
     except DoesNotFit:
         return SizePlan(config=config, study=None)
 
