@@ -265,7 +265,7 @@ class _Simulation:
             chunks = buffers.everything(sharded=not execution.everywhere)
         reducing, gathering = step_factor(config, "grad_reduce"), step_factor(config, "param_gather")
         return [
-            replace(chunk, reduce=chunk.reduce.scaled(reducing), gather=chunk.gather.scaled(gathering))
+            chunk._replace(reduce=chunk.reduce.scaled(reducing), gather=chunk.gather.scaled(gathering))
             for chunk in chunks
         ]
 
@@ -404,7 +404,7 @@ def _subtract_early_gathering(
         done_s = min(seconds, window_s - spent_s)
         spent_s += done_s
         rest = Transfer(link=chunks[index].gather.link, link_s=seconds - done_s)
-        reduced[index] = replace(chunks[index], gather=rest)
+        reduced[index] = chunks[index]._replace(gather=rest)
     return reduced, spent_s
 
 
