@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Final
 
 from canzona_cli.config.execution import PLANNED
-from canzona_cli.config.schema import Execution, Layout, RunConfig
+from canzona_cli.config.schema import Execution, Layout, RunConfig, ScheduleConfig
 from canzona_cli.config.settings import settings_affecting
 from canzona_cli.costs.buffers import bucket_elements
 from canzona_cli.costs.memory import GIB, capacity, element_bytes, headroom, spare_bytes
@@ -300,12 +300,14 @@ def plan_unbounded(config: RunConfig, layout: Layout, shapes: ModelShapes | None
 
 
 def _reusable(config: RunConfig, layout: Layout) -> tuple[RunConfig, Layout]:
-    """Returns the run without its layout settings, and the layout with one micro-batch, as arguments of cached
-    functions: the results do not depend on the rest."""
-    open_parallel = replace(config.parallel, tp=None, pp=None, vpp=None, cp=None, sequence_parallel=None)
+    """Returns the run without its layout settings and what `cluster.possible.fill` completes, and the layout with one
+    micro-batch, as arguments of cached functions: the results do not depend on the rest."""
+    open_parallel = replace(config.parallel, tp=None, pp=None, vpp=None, cp=None, ep=None, sequence_parallel=None)
     open_train = replace(config.train, micro_batch_size=None, global_batch_size=None, recompute=None)
     one_pass = replace(layout, num_microbatches=1, global_batch_size=layout.dp * layout.micro_batch_size)
-    return replace(config, parallel=open_parallel, train=open_train), one_pass
+    any_nodes = config.cluster if config.cluster.nodes is None else replace(config.cluster, nodes=None)
+    run = replace(config, parallel=open_parallel, train=open_train, schedule=ScheduleConfig(), cluster=any_nodes)
+    return run, one_pass
 
 
 @lru_cache(maxsize=32)

@@ -7,8 +7,9 @@ from canzona_cli.cluster.search import candidates
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import Execution
+from canzona_cli.planner import make
 from canzona_cli.planner.make import make_plan
-from canzona_cli.simulate.estimate import estimated_step_seconds, flex_speedup
+from canzona_cli.simulate.estimate import estimated_step_seconds, flex_speedup, outlined_step_seconds
 from canzona_cli.simulate.predict import simulate_run
 from tests.sizes import run
 
@@ -22,6 +23,16 @@ def test_it_is_within_a_tenth_of_the_step(tp: int, strategy: AnyStrategy) -> Non
     plan = make_plan(resolved, layout) if resolved.execution is Execution.PLANNED else None
     simulated_s = simulate_run(resolved, layout, plan).iteration_s
     assert estimated_step_seconds(config, layout) == pytest.approx(simulated_s, rel=0.1)
+
+
+def test_the_outline_of_a_layout_is_part_of_its_plan() -> None:
+    """What a search computes about a layout is not computed again when the layout, filled in, is planned."""
+    config = run("8b", 64, strategy="canzona")
+    layout = next(candidate.layout for candidate in candidates(config) if candidate.layout.cp == 1)
+    outlined_step_seconds(config, layout)
+    priced = make._prices.cache_info().misses
+    make.plan_unbounded(fill(config, layout), layout)
+    assert make._prices.cache_info().misses == priced
 
 
 @pytest.mark.parametrize(
