@@ -23,7 +23,7 @@ from canzona_cli.config.execution import (
 )
 from canzona_cli.config.schema import Execution, Layout, MuonTpMode, RunConfig
 from canzona_cli.costs.buffers import default_bucket_elements
-from canzona_cli.costs.memory import MemoryEstimate, capacity, estimate, headroom
+from canzona_cli.costs.memory import MemoryEstimate, capacity, estimate, headroom, needs_at_most
 from canzona_cli.errors import ConfigError, DoesNotFit
 from canzona_cli.model.matrices import matrix_shapes
 from canzona_cli.planner.attempt import bucket_limits
@@ -253,13 +253,11 @@ def _fastest_first(config: RunConfig, groups: Iterable[Sequence[Layout]], limit:
 def _fitting(config: RunConfig, group: Sequence[Layout], limit: int) -> Sequence[Layout]:
     """Returns the layouts of a group that need at most `limit` bytes: those with the most recomputation, which
     never needs more memory."""
-
-    def fits(layout: Layout) -> bool:
-        return estimate(config, layout).total <= limit
-
-    if not fits(group[-1]):  # most layouts that do not fit need too much even so
+    if not needs_at_most(config, group[-1], limit):  # most layouts that do not fit need too much even so
         return ()
-    return next(group[start:] for start in range(len(group)) if fits(group[start]))
+    less_recomputed = group[:-1]
+    fitting = (place for place, layout in enumerate(less_recomputed) if needs_at_most(config, layout, limit))
+    return group[next(fitting, len(less_recomputed)) :]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -111,14 +111,9 @@ def headroom(config: RunConfig) -> int:
 
 
 def estimate(config: RunConfig, layout: Layout) -> MemoryEstimate:
-    """Estimates the memory of the rank that needs the most in `layout`.
-
-    Only three stages can need the most: the first has the embedding and the most micro-batches in flight, the
-    last has the output layer and the logits, and the second may have one layer more than either.
-    """
+    """Estimates the memory of the rank that needs the most in `layout`."""
     algorithm = algorithm_of(config)
-    stages = sorted({0, min(1, layout.pp - 1), layout.pp - 1})
-    candidates = {stage: _stage_parts(config, algorithm, layout, stage) for stage in stages}
+    candidates = {stage: _stage_parts(config, algorithm, layout, stage) for stage in _fullest_stages(layout)}
     stage = max(candidates, key=lambda s: sum(candidates[s].values()))
     return MemoryEstimate(
         parts=MappingProxyType(candidates[stage]),
@@ -128,12 +123,30 @@ def estimate(config: RunConfig, layout: Layout) -> MemoryEstimate:
     )
 
 
+def needs_at_most(config: RunConfig, layout: Layout, limit: int) -> bool:
+    """Returns True if the `estimate` of the fullest rank is at most `limit` bytes. Faster than the estimate, because
+    most layouts that need more already do so without temporary memory."""
+    algorithm, stages = algorithm_of(config), _fullest_stages(layout)
+    return all(sum(_lasting_parts(config, algorithm, layout, stage)) <= limit for stage in stages) and all(
+        sum(_stage_parts(config, algorithm, layout, stage).values()) <= limit for stage in stages
+    )
+
+
+def _fullest_stages(layout: Layout) -> list[int]:
+    """Lists the stages of which one needs the most memory: the first has the embedding and the most micro-batches in
+    flight, the last has the output layer and the logits, and the second may have one layer more than either."""
+    return sorted({0, min(1, layout.pp - 1), layout.pp - 1})
+
+
 def _stage_parts(config: RunConfig, algorithm: Algorithm, layout: Layout, stage: int) -> dict[str, int]:
-    # Cached for all modes of Megatron's Muon, on which only transient memory depends.
-    without_mode = with_tp_mode(config, "duplicated")
-    weights, gradients, optimizer, exchange = _lasting(without_mode, algorithm, layout.bare, stage)
+    weights, gradients, optimizer, exchange = _lasting_parts(config, algorithm, layout, stage)
     lasting = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
     return {**lasting, **transient(config, algorithm, layout, stage).parts(), "exchange": exchange}
+
+
+def _lasting_parts(config: RunConfig, algorithm: Algorithm, layout: Layout, stage: int) -> tuple[int, int, int, int]:
+    # Cached for all modes of Megatron's Muon, on which only transient memory depends.
+    return _lasting(with_tp_mode(config, "duplicated"), algorithm, layout.bare, stage)
 
 
 @lru_cache(maxsize=4096)
@@ -252,10 +265,10 @@ def balanced_placement(shapes: tuple[Shape, ...], layers: int, cells: int, *, na
     goes to the cell whose slice has its first element, so the fullest cell may exceed the mean by up to one
     matrix.
     """
-    matrices = [shape for _ in range(layers) for shape in shapes]
     contents: list[Counter[Shape]] = [Counter() for _ in range(cells)]
     loads = [0] * cells
     if natural_order:
+        matrices = shapes * layers
         slice_elements = sum(math.prod(shape) for shape in matrices) / cells
         start = 0  # of the matrix, in elements
         for shape in matrices:
@@ -265,10 +278,17 @@ def balanced_placement(shapes: tuple[Shape, ...], layers: int, cells: int, *, na
             start += math.prod(shape)
     else:
         heap = [(0, cell) for cell in range(cells)]
-        for shape in sorted(matrices, key=lambda s: (-math.prod(s), s)):
-            load, cell = heap[0]
-            heapq.heapreplace(heap, (load + math.prod(shape), cell))
-            contents[cell][shape] += 1
+        for shape, count in sorted(Counter(shapes).items(), key=lambda item: (-math.prod(item[0]), item[0])):
+            size, rounds = math.prod(shape), 0
+            if max(heap)[0] - heap[0][0] < size:  # then every cell gets a matrix before any cell gets two
+                rounds = layers * count // cells
+                heap = [(load + rounds * size, cell) for load, cell in heap]
+                for content in contents if rounds else ():
+                    content[shape] += rounds
+            for _ in range(layers * count - rounds * cells):
+                load, cell = heap[0]
+                heapq.heapreplace(heap, (load + size, cell))
+                contents[cell][shape] += 1
         for load, cell in heap:
             loads[cell] = load
     worst = max(range(cells), key=loads.__getitem__)

@@ -1,5 +1,6 @@
 """The memory estimate against hand-computed cases and against what every honest estimate must obey."""
 
+from collections import Counter
 from dataclasses import replace
 from typing import Literal, get_args
 
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import CustomConfig, MuonConfig, Precision, Splitting
 from canzona_cli.costs.buffers import stage_weights, transient
 from canzona_cli.costs.memory import (
@@ -18,6 +20,7 @@ from canzona_cli.costs.memory import (
     estimate,
     factor_bytes,
     moment_bytes,
+    needs_at_most,
     placement,
 )
 from canzona_cli.costs.scratch import workspace_bytes
@@ -229,6 +232,34 @@ def test_balancing_stays_within_a_matrix_of_the_mean(
     total, largest = layers * sum(r * c for r, c in shapes), max(r * c for r, c in shapes)
     assert max(largest, total / cells) <= held.worst <= total / cells + largest
     assert sum(count * r * c for (r, c), count in held.worst_shapes.items()) == held.worst
+
+
+@given(
+    shapes=st.lists(st.sampled_from(((8, 8), (4, 16), (8, 24), (1, 7), (30, 30))), min_size=1, max_size=40).map(tuple),
+    layers=st.integers(1, 9),
+    cells=st.integers(1, 70),
+)
+def test_equal_matrices_are_placed_together_as_one_by_one(
+    shapes: tuple[tuple[int, int], ...], layers: int, cells: int
+) -> None:
+    loads, contents = [0] * cells, [Counter[tuple[int, int]]() for _ in range(cells)]
+    for rows, cols in sorted(layers * shapes, key=lambda shape: (-shape[0] * shape[1], shape)):
+        cell = loads.index(min(loads))
+        loads[cell] += rows * cols
+        contents[cell][rows, cols] += 1
+    held = balanced_placement(shapes, layers, cells, natural_order=False)
+    assert held.worst == max(loads)
+    assert held.worst_shapes == contents[loads.index(max(loads))]
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4])
+@pytest.mark.parametrize("strategy", ["canzona", "layerwise", "sc", "adamw"])
+def test_a_layout_needs_at_most_its_estimate(strategy: AnyStrategy, pp: int) -> None:
+    config = run("8b", 16, strategy=strategy)
+    for mesh in (layout(tp=2, pp=pp, dp=8 // pp), layout(tp=1, pp=pp, dp=16 // pp)):
+        total = estimate(config, mesh).total
+        assert needs_at_most(config, mesh, total)
+        assert not needs_at_most(config, mesh, total - 1)
 
 
 def test_scratch_of_stacks_is_planned() -> None:
