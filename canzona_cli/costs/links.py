@@ -19,9 +19,9 @@ instead of this model.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from canzona_cli.config.schema import ClusterConfig, Collective, Layout
 
@@ -36,8 +36,7 @@ which NCCL divides a channel's buffer of 4 MiB (NCCL_BUFFSIZE; see NCCL_STEPS, R
 BROADCAST_CHUNKSTEPS in its sources)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Transfer:
+class Transfer(NamedTuple):
     """The time of one or more collectives on their busiest rank."""
 
     latency_s: float = 0.0
@@ -61,7 +60,7 @@ class Transfer:
         if factor == 1.0:
             return self
         latency_s, link_s, fill_s = (factor * seconds for seconds in (self.latency_s, self.link_s, self.fill_s))
-        return replace(self, latency_s=latency_s, link_s=link_s, fill_s=fill_s)
+        return self._replace(latency_s=latency_s, link_s=link_s, fill_s=fill_s)
 
     def exposed(self, computing_s: float, units: float) -> "Transfer":
         """Returns the transfer reduced to the time that it adds to a computation of `computing_s` seconds
@@ -77,23 +76,15 @@ class Transfer:
 
     def delayed(self, seconds: float) -> "Transfer":
         """Returns the transfer, lengthened by `seconds` of work on its ranks that uses no link."""
-        if not seconds:
-            return self
-        return Transfer(  # much faster than `replace`
-            latency_s=self.latency_s + seconds,
-            link=self.link,
-            link_s=self.link_s,
-            fill_s=self.fill_s,
-            cores=self.cores,
-        )
+        return self._replace(latency_s=self.latency_s + seconds) if seconds else self
 
     def without_fill(self) -> "Transfer":
         """Returns the transfer as one during which no next chain can start."""
-        return replace(self, fill_s=0.0) if self.fill_s else self
+        return self._replace(fill_s=0.0) if self.fill_s else self
 
     def with_cores(self, cores: float) -> "Transfer":
         """Returns the transfer as one that keeps `cores` processor cores busy."""
-        return replace(self, cores=cores)
+        return self._replace(cores=cores)
 
     def followed_by(self, other: "Transfer") -> "Transfer":
         """Returns one transfer that takes as long as this transfer and then `other`. If they use different
@@ -250,7 +241,7 @@ class Links:
         if together is not None:
             # The profile's measurement is for a bucket with one range for each rank, issued as in training.
             latencies = 1.0 if self.cluster.grouped_collectives else collectives / group.size
-            return replace(together, latency_s=latencies * together.latency_s)
+            return together._replace(latency_s=latencies * together.latency_s)
         transfers = [self._measured(kind, size, group) for size in sizes]
         measured = [transfer for transfer in transfers if transfer is not None]
         if not measured:
@@ -268,9 +259,9 @@ class Links:
         """
         ring = self.ring_pass(size, group)
         if self.cluster.device == "cpu":
-            return replace(ring, latency_s=launches * ring.latency_s)
+            return ring._replace(latency_s=launches * ring.latency_s)
         fill_s = ring.latency_s + (group.size - 1) * self._chunk(size / launches, group)
-        return replace(ring, latency_s=launches * fill_s, fill_s=fill_s)
+        return ring._replace(latency_s=launches * fill_s, fill_s=fill_s)
 
     def _chunk(self, size: float, group: Group) -> float:
         """Returns the seconds that the channels of a chain take to forward one chunk each, together at most
@@ -335,7 +326,7 @@ class Links:
         if cores is not None and group.size > cores:
             return self._measured("all_to_all", mean_bytes, group)
         measured = self._measured("all_to_all", busiest_bytes, group)
-        return measured and replace(measured, cores=measured.cores * mean_bytes / busiest_bytes)
+        return measured and measured._replace(cores=measured.cores * mean_bytes / busiest_bytes)
 
     def _measured(self, kind: Collective, size: float, group: Group) -> Transfer | None:
         """Interpolates the profile's measurements of a collective within a node; None without measurements,

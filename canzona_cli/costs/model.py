@@ -6,7 +6,7 @@ may become complete, or a bucket of weights may be needed, between any two modul
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, reduce
+from functools import cache, cached_property, lru_cache, reduce
 from itertools import accumulate
 
 from canzona_cli.config.schema import Layout, RunConfig
@@ -62,11 +62,12 @@ class StageTime:
     def moves(self) -> tuple[tuple[Transfer, Transfer], ...]:
         """The forward and backward collectives of each chunk for one micro-batch."""
 
-        def of_chunk(chunk: tuple[Module, ...]) -> tuple[Transfer, Transfer]:
-            forward, backward = zip(*(module.moves for module in chunk), strict=True) if chunk else ((), ())
+        @cache  # most chunks have the same collectives
+        def in_sequence(moves: tuple[tuple[Transfer, Transfer], ...]) -> tuple[Transfer, Transfer]:
+            forward, backward = zip(*moves, strict=True) if moves else ((), ())
             return reduce(Transfer.followed_by, forward, Transfer()), reduce(Transfer.followed_by, backward, Transfer())
 
-        return tuple(map(of_chunk, self.chunks))
+        return tuple(in_sequence(tuple(module.moves for module in chunk)) for chunk in self.chunks)
 
     @property
     def forward_s(self) -> float:
@@ -106,7 +107,7 @@ def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
     times, model = ModuleTimes(config, layout), config.model
     layer = times.layer()
     layers_by_chunk = (chunk_layers(model.num_layers, layout, stage, chunk) for chunk in range(layout.vpp))
-    chunks = [[replace(module, layer=index) for index in layers for module in layer] for layers in layers_by_chunk]
+    chunks = [[module._replace(layer=index) for index in layers for module in layer] for layers in layers_by_chunk]
     if stage == 0:
         chunks[0].insert(0, times.embedding())
     if stage == layout.pp - 1:

@@ -12,9 +12,9 @@ k T e / (t E) for each of its E / e experts.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import NormalDist
+from typing import NamedTuple
 
 from canzona_cli.config.execution import dispatcher_of
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
@@ -70,8 +70,7 @@ Engine's modules cost the host more than the launches of their kernels. Fitted t
 few tokens, with and without CUDA graphs."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Module:
+class Module(NamedTuple):
     """The time of one module for one micro-batch on one rank."""
 
     part: Part
@@ -213,7 +212,7 @@ class ModuleTimes:
         if not cluster.tp_overlap:
             return collective
         hidden_s = min((1 - 1 / self._layout.tp) * collective.link_s, matmul_s)
-        return replace(collective, link_s=collective.link_s - (1 - cluster.collective_units) * hidden_s)
+        return collective._replace(link_s=collective.link_s - (1 - cluster.collective_units) * hidden_s)
 
     def _on_slowest_gpu(self, computed_s: float, computed_back_s: float, starts: float = 1.0) -> tuple[float, float]:
         """Returns the forward and backward seconds of a module on the slowest GPU.
@@ -241,7 +240,7 @@ def _with_hidden_dispatch(cluster: ClusterConfig, modules: Sequence[Module]) -> 
         forward, backward = module.moves
         units = cluster.collective_units
         exposed = forward.exposed(half_backward_s, units), backward.exposed(half_forward_s, units)
-        return replace(module, moves=exposed)
+        return module._replace(moves=exposed)
 
     return [with_hidden(module) if module.dispatched else module for module in modules]
 
@@ -255,7 +254,7 @@ def _with_launches(cluster: ClusterConfig, modules: Sequence[Module]) -> list[Mo
     def with_launches(module: Module) -> Module:
         again_s = module.again_s and module.again_s + added_s
         forward_s, backward_s = module.forward_s + added_s, module.backward_s + added_backward_s
-        return replace(module, forward_s=forward_s, backward_s=backward_s, again_s=again_s)
+        return module._replace(forward_s=forward_s, backward_s=backward_s, again_s=again_s)
 
     return [with_launches(module) if module.part == "fc1" else module for module in modules]
 

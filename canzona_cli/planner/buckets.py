@@ -20,8 +20,8 @@ padding.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import replace
+from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
@@ -31,8 +31,7 @@ from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.plan import Assignment, Bucket, Cell, PlanSettings, Range
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
+class Part(NamedTuple):
     """Consecutive elements of a parameter that must have one owner."""
 
     unit: int
@@ -42,8 +41,7 @@ class Part:
     """The elements on one TP rank."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Parameter:
+class Parameter(NamedTuple):
     """A parameter of Megatron. In the known model families, fc1 has two parts, gate and up, unless they are
     one matrix; all other parameters have one part."""
 
@@ -51,11 +49,8 @@ class Parameter:
     chunk: int
     """The index of the model chunk within its stage."""
     parts: tuple[Part, ...]
-
-    @cached_property
-    def elements(self) -> int:
-        """The elements on one TP rank."""
-        return sum(part.elements for part in self.parts)
+    elements: int
+    """The elements on one TP rank."""
 
     @property
     def matrices(self) -> tuple[int, ...]:
@@ -68,28 +63,27 @@ def stage_parameters(matrices: Sequence[Matrix], stage: int, tp: int) -> list[Pa
     for matrix in matrices:
         if matrix.stage == stage:
             grouped.setdefault(matrix.parameter, {}).setdefault(matrix.unit, []).append(matrix)
-    return [
-        Parameter(
-            name=name,
-            chunk=next(iter(units.values()))[0].chunk,
-            parts=tuple(
-                Part(
-                    unit=unit,
-                    matrices=tuple(matrix.index for matrix in members),
-                    elements=_elements_on_rank(members, tp),
-                )
-                for unit, members in units.items()
-            ),
+    parameters: list[Parameter] = []
+    for name, units in grouped.items():
+        parts = tuple(
+            Part(unit, tuple([matrix.index for matrix in members]), _elements_on_rank(members, tp))
+            for unit, members in units.items()
         )
-        for name, units in grouped.items()
-    ]
+        chunk = next(iter(units.values()))[0].chunk
+        parameters.append(Parameter(name, chunk, parts, sum([part.elements for part in parts])))
+    return parameters
 
 
 def _elements_on_rank(members: Sequence[Matrix], tp: int) -> int:
     """Counts the elements of a unit that one TP rank stores. A matrix of a single head is stored whole on
     one rank, and all ranks store equally many of them."""
-    heads = sum(matrix.elements for matrix in members if matrix.home is not None)
-    return heads // tp + sum(matrix.fragment_elements(tp) for matrix in members if matrix.home is None)
+    heads = fragments = 0
+    for matrix in members:
+        if matrix.home is None:
+            fragments += matrix.fragment_elements(tp)
+        else:
+            heads += matrix.elements
+    return heads // tp + fragments
 
 
 class Pool(NamedTuple):

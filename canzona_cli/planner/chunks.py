@@ -9,8 +9,8 @@ parameters.
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Final, Literal, get_args
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple, get_args
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.stages import stage_layers
@@ -30,8 +30,7 @@ on GPUs, AdamW's parameters have one too (`planner.reduction.adamw_apart`)."""
 STREAMS: Final[tuple[Stream, ...]] = get_args(Stream)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A bucket with its two transfers."""
 
     module: int
@@ -140,7 +139,7 @@ class ChunkBuilder:
             return chunks
         experts = [(module.weights, index) for index, module in enumerate(self._modules) if module.dispatched]
         of_experts = (self._even(*cut, self._groups.experts, sharded=sharded) for cut in self._cut(experts))
-        return [*chunks, *(replace(chunk, stream="experts") for chunk in of_experts)]
+        return [*chunks, *(chunk._replace(stream="experts") for chunk in of_experts)]
 
     def adamw(self, *, planned: bool) -> list[Chunk]:
         """Builds the chunks of the parameters that AdamW updates: embedding, norms, routers and output layer.
@@ -150,7 +149,7 @@ class ChunkBuilder:
         """
         stream: Stream = "adamw" if planned and adamw_apart(self._config.cluster.device) else "data"
         return [
-            replace(self._even(*cut, self._groups.data, sharded=True), stream=stream)
+            self._even(*cut, self._groups.data, sharded=True)._replace(stream=stream)
             for cut in self._cut(self._parameters(layers=False))
         ]
 
@@ -228,5 +227,5 @@ class ChunkBuilder:
 
     def first_module(self, matrices: Iterable[Matrix]) -> int:
         """Returns the `Chunk.module` of a bucket of these matrices."""
-        parts = ((self._part_of.get(matrix.kind, self._default_part), matrix.layer) for matrix in matrices)
-        return min(self._module_index[part] for part in parts)
+        places = {(matrix.kind, matrix.layer) for matrix in matrices}  # few, even with many thousands of experts
+        return min(self._module_index[self._part_of.get(kind, self._default_part), layer] for kind, layer in places)

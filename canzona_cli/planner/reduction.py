@@ -232,6 +232,7 @@ class ReductionModel:
         self._weight_bytes, self._gradient_bytes = config.train.weight_bytes, config.train.gradient_bytes
         self._memory_rate = memory_rate(config.cluster)
         self._launch_s = config.cluster.launch_us * 1e-6
+        self._estimates: dict[tuple[int, int, Native, bool], Transfer] = {}
         self._ring_transfers: dict[tuple[Native, bool, int, tuple[Range, ...]], Transfer] = {}
         # With gloo the all-to-all of a ring overlaps with nothing, because it is launched only after a wait
         # for the reduce-scatter.
@@ -301,6 +302,12 @@ class ReductionModel:
             largest: the elements of the largest part of the bucket that must have one owner.
             experts: True for a bucket of experts with an `expert_rank`.
         """
+        key = elements, largest, kind, experts
+        if key not in self._estimates:  # many buckets have equal sizes
+            self._estimates[key] = self._estimate(elements, largest, kind, experts=experts)
+        return self._estimates[key]
+
+    def _estimate(self, elements: int, largest: int, kind: Native, *, experts: bool) -> Transfer:
         group = self._experts if experts else self._group
         owner_bytes = max(largest, elements // group.size) * self._bytes(kind)
         chain = self._links.chains(elements * self._bytes(kind), group)
@@ -390,8 +397,8 @@ def _overlap(transfers: Sequence[Transfer], buckets: Sequence[Bucket], owners: i
     determines the time.
     """
     overlaps = [
-        replace(
-            transfer, fill_s=max(0.0, 1 - _count_hops(bucket, next_bucket, owners) / (owners - 1)) * transfer.fill_s
+        transfer._replace(
+            fill_s=max(0.0, 1 - _count_hops(bucket, next_bucket, owners) / (owners - 1)) * transfer.fill_s
         )
         if transfer.fill_s and next_transfer.fill_s
         else transfer.without_fill()

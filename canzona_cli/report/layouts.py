@@ -2,6 +2,7 @@
 and a recipe's layout on each number of GPUs (`canzona recipes layouts`)."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from canzona_cli.cluster.gpus import with_layers_here
 from canzona_cli.cluster.possible import fill
 from canzona_cli.cluster.search import LayoutResult, LayoutSearch, candidates, search
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.execution import AnyStrategy, with_flex
+from canzona_cli.config.execution import RELEASED_TP_MODES, AnyStrategy, with_flex
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.costs.memory import GIB, Memory, capacity, headroom
 from canzona_cli.errors import ConfigError, DoesNotFit
@@ -119,11 +120,11 @@ def overview(overrides: Sequence[str], recipes_dirs: Sequence[Path]) -> Overview
 
 def _planned(overrides: Sequence[str], dirs: Sequence[Path]) -> SizePlan:
     config, _ = plannable(compose_run(overrides, recipes_dirs=dirs, training=False).config)
-    try:
+    study = None
+    with suppress(DoesNotFit):
         config, layout = fit.resolve(config)
-        return SizePlan(config=config, study=study_run(config, layout, baselines=_BASELINES))
-    except DoesNotFit:
-        return SizePlan(config=config, study=None)
+        study = study_run(config, layout, baselines=_BASELINES, tp_modes=RELEASED_TP_MODES)
+    return SizePlan(config=config, study=study)
 
 
 def _cells(plan: SizePlan) -> tuple[str, ...]:

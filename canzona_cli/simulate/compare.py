@@ -269,6 +269,7 @@ def study_run(
     compare: Comparison | None = None,
     shapes: ModelShapes | None = None,
     baselines: Sequence[AnyStrategy] = STRATEGIES,
+    tp_modes: Sequence[MuonTpMode] = get_args(MuonTpMode),
 ) -> Study:
     """Plans a run and simulates the plan and its alternatives.
 
@@ -281,6 +282,8 @@ def study_run(
         shapes: the user's shapes, which are planned instead of `config.model`; `config` is then the result of
             `with_shapes`.
         baselines: the strategies to simulate besides the run's own.
+        tp_modes: the modes of Megatron's Muon in which layerwise is simulated, at least those that the supported
+            Megatron can run.
 
     Raises:
         ConfigError: `compare` is form and the optimizer has no forms; or see `make_plan` and `simulate`.
@@ -302,7 +305,8 @@ def study_run(
         if name in plans:
             strategies[name] = _simulate_plan(simulated, layout, plans[name], memories[name], stage)
         else:
-            strategies.update(_simulate_unplanned(simulated, layout, name, plan, stage, shapes))
+            modes = tp_modes if name == "layerwise" else RELEASED_TP_MODES
+            strategies.update(_simulate_unplanned(simulated, layout, name, modes, plan, stage, shapes))
     return Study(
         config=config,
         layout=layout,
@@ -333,12 +337,19 @@ def _simulate_plan(config: RunConfig, layout: Layout, plan: Plan, memory: PlanMe
 
 
 def _simulate_unplanned(
-    config: RunConfig, layout: Layout, strategy: AnyStrategy, plan: Plan, stage: int, shapes: ModelShapes | None
+    config: RunConfig,
+    layout: Layout,
+    strategy: AnyStrategy,
+    tp_modes: Sequence[MuonTpMode],
+    plan: Plan,
+    stage: int,
+    shapes: ModelShapes | None,
 ) -> Iterator[tuple[str, SimulatedStrategy]]:
     """Simulates a strategy without a plan; yields its entries of `Study.strategies`. Megatron's own optimizers cannot
     update gate and up apart, so they have their own matrices (`splitting_of`), as when they run.
 
     Args:
+        tp_modes: the modes to simulate if the strategy is Megatron's Muon.
         plan: the plan whose matrices the strategy updates if it can, or if they are the user's own `shapes`.
         stage: the stage of `SimulatedStrategy.loads`.
     """
@@ -347,9 +358,7 @@ def _simulate_unplanned(
     if shapes is None and strategy != "adamw" and splitting_of(config) != config.engine.splitting:
         members = matrices_of(config.model, layout, splitting_of(config))
     workload = workload_without_plan(config, layout, strategy, members)
-    modes: tuple[MuonTpMode | None, ...] = (None,)
-    if layout.tp > 1 and has_tp_modes(config):
-        modes = get_args(MuonTpMode) if strategy == "layerwise" else RELEASED_TP_MODES
+    modes: Sequence[MuonTpMode | None] = tp_modes if layout.tp > 1 and has_tp_modes(config) else (None,)
     runs = [config if mode is None else with_tp_mode(config, mode) for mode in modes]
     results = simulate_tp_modes(config, layout, workload, [run.engine.muon_tp_mode for run in runs])
     by_mode: dict[MuonTpMode | None, SimulatedStrategy] = {}

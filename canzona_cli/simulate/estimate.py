@@ -195,8 +195,8 @@ def _traffic(config: RunConfig, layout: Layout) -> _Traffic:
         gathering = 0.0
     if weights.experts:
         # Experts have a separate communicator, whose transfers hide the latency of the other transfers.
-        reductions[0] = replace(reductions[0], latency_s=0.0)
-        gatherings[0] = replace(gatherings[0], latency_s=0.0)
+        reductions[0] = reductions[0]._replace(latency_s=0.0)
+        gatherings[0] = gatherings[0]._replace(latency_s=0.0)
     return _Traffic(
         weights.experts or weights.matrices,
         reducing * sum(transfer.seconds for transfer in reductions),

@@ -11,7 +11,7 @@ from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.costs.buffers import bucket_elements
 from canzona_cli.costs.memory import checkpoint_bytes
 from canzona_cli.costs.model import stage_time
-from canzona_cli.costs.padding import lay_out
+from canzona_cli.costs.padding import PaddedBucket, lay_out
 from canzona_cli.costs.update import rounded, update_times
 from canzona_cli.model.families import flops_per_token
 from canzona_cli.model.matrices import Matrix
@@ -124,12 +124,16 @@ def assign_layerwise(
     cells = [Cell(owner=0, host=0)] * len(matrices)
     buckets: list[Bucket] = []
     bucket_counts = Counter[int]()
+    laid_out: dict[tuple[tuple[int, ...], int, int | None], list[PaddedBucket]] = {}
     for pool in pools(matrices):
         all_parameters, shard_count = pool_parameters(matrices, pool, layout.tp), layout.reducers(pool.expert_rank)
         for model_chunk in reversed(range(layout.vpp)):
             parameters = [parameter for parameter in all_parameters if parameter.chunk == model_chunk]
-            sizes = [parameter.elements for parameter in parameters]
-            for bucket in lay_out(sizes, shard_count, bucket_elements if pool.stage == 0 else None):
+            sizes = tuple(parameter.elements for parameter in parameters)
+            key = sizes, shard_count, bucket_elements if pool.stage == 0 else None
+            if key not in laid_out:  # the experts of all expert-parallel ranks have the same sizes
+                laid_out[key] = list(lay_out(*key))
+            for bucket in laid_out[key]:
                 shards = [[parameters[index] for index in shard] for shard in bucket.shards]
                 for owner, parameters_of_owner in enumerate(shards):
                     cell = pool.cell(owner, layout)

@@ -153,6 +153,8 @@ class _Simulation:
             ahead=GATHERED_AHEAD if self._planned else 1,
             units=units_taken(config, layout),
         )
+        self._before = [self._iteration.phases(stage) for stage in stages]
+        """The seconds of each phase up to the reduction of gradients, by stage."""
         gathers_late = not (overlap_gather or config.execution.everywhere)
         self._gather_s = [
             sum(chunk.gather.seconds for chunk in of_stage) if gathers_late else 0.0 for of_stage in chunks
@@ -191,8 +193,7 @@ class _Simulation:
         """The time at which each stage's slowest rank has finished its updates and gathered parameters."""
         # At the end of the step, ranks agree on its result.
         self._end_s = max(self._done_s) + norm_clip.all_reduce_s
-        passes = [self._iteration.phases(stage) for stage in range(self._layout.pp)]
-        self._phases = [self._phases_of(index, passes[cell.team.stage]) for index, cell in enumerate(self._cells)]
+        self._phases = [self._phases_of(index, self._before[cell.team.stage]) for index, cell in enumerate(self._cells)]
         """The seconds of each phase, by cell."""
 
     def result(self) -> StrategyResult:
@@ -264,7 +265,7 @@ class _Simulation:
             chunks = buffers.everything(sharded=not execution.everywhere)
         reducing, gathering = step_factor(config, "grad_reduce"), step_factor(config, "param_gather")
         return [
-            replace(chunk, reduce=chunk.reduce.scaled(reducing), gather=chunk.gather.scaled(gathering))
+            chunk._replace(reduce=chunk.reduce.scaled(reducing), gather=chunk.gather.scaled(gathering))
             for chunk in chunks
         ]
 
@@ -403,7 +404,7 @@ def _subtract_early_gathering(
         done_s = min(seconds, window_s - spent_s)
         spent_s += done_s
         rest = Transfer(link=chunks[index].gather.link, link_s=seconds - done_s)
-        reduced[index] = replace(chunks[index], gather=rest)
+        reduced[index] = chunks[index]._replace(gather=rest)
     return reduced, spent_s
 
 

@@ -52,7 +52,7 @@ def test_a_reduction_takes_its_units_from_the_backward_under_it() -> None:
     module = Module(
         part="fc1", layer=0, forward_s=1.0, backward_s=2.0, again_s=0.0, weights=1, moves=(Transfer(), Transfer())
     )
-    time = StageTime(chunks=((module, replace(module, part="fc2")),), hop=Transfer(), pass_s=0.0)
+    time = StageTime(chunks=((module, module._replace(part="fc2")),), hop=Transfer(), pass_s=0.0)
     chunks = [Chunk(module=number, reduce=Transfer(link="network", link_s=0.5), gather=Transfer()) for number in (0, 1)]
 
     def reduced(units: float) -> float:
