@@ -3,12 +3,12 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from canzona_cli.library.engine import Engine
-    from canzona_cli.library.megatron_lm import use_in_megatron_lm
+    from canzona_cli.core.api import Engine
+    from canzona_cli.library_megatron_lm import use_in_megatron_lm
 
 __version__ = "0.1.0"
 __all__ = ["Engine", "use_in_megatron_lm"]
-_PLACES = {"Engine": "canzona_cli.library.engine", "use_in_megatron_lm": "canzona_cli.library.megatron_lm"}
+_PLACES = {"Engine": "canzona_cli.core.api", "use_in_megatron_lm": "canzona_cli.library_megatron_lm"}
 """The module of each public name. It is imported when the name is first used, because it needs torch."""
 
 

@@ -1,5 +1,5 @@
 """Runs `canzona` as `python -m canzona_cli`."""
 
-from canzona_cli.app import main
+from canzona_cli.cli.app import main
 
 main()

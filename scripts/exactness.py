@@ -29,9 +29,9 @@ import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
-from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.core.simulate import fit
 from tests.dist.synthetic import FARTHER, FARTHEST
 from tests.dist.trained import (
     CUT,

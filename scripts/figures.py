@@ -19,17 +19,17 @@ from textwrap import fill
 from typing import get_args
 
 from canzona_cli.bench.simulated import SIZES, parse_gpus
-from canzona_cli.cluster.fit import resolve
-from canzona_cli.cluster.search import LayoutResult, fastest_with
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.execution import AnyStrategy
-from canzona_cli.config.schema import FastPath, Layout, RunConfig
-from canzona_cli.errors import DoesNotFit
-from canzona_cli.planner.make import make_plan
-from canzona_cli.run.words import MISSING, layout_words, milliseconds, predicted_overhead, step_time
-from canzona_cli.simulate.compare import Study, study_run
-from canzona_cli.simulate.predict import simulate_plan
-from canzona_cli.simulate.step import StrategyResult
+from canzona_cli.core.errors import DoesNotFit
+from canzona_cli.core.planner.make import make_plan
+from canzona_cli.core.setup import FastPath, Layout, RunConfig
+from canzona_cli.core.setup.execution import AnyStrategy
+from canzona_cli.core.simulate.compare import Study, study_run
+from canzona_cli.core.simulate.fit import resolve
+from canzona_cli.core.simulate.predict import simulate_plan
+from canzona_cli.core.simulate.search import LayoutResult, fastest_with
+from canzona_cli.core.simulate.step import StrategyResult
+from canzona_cli.records.words import MISSING, layout_words, milliseconds, predicted_overhead, step_time
 
 ROOT = Path(__file__).parents[1]
 README, MANUAL = ROOT / "README.md", ROOT / "canzona_cli" / "bench" / "README.md"

@@ -30,10 +30,10 @@ from pathlib import Path
 
 from gpu_parts.outcome import Outcome, PartResult, Setup, content, table, verified
 
-from canzona_cli.cluster.gpus import GpuInfo, gpu_inventory
-from canzona_cli.config.schema import Device
-from canzona_cli.errors import EnvironmentProblem, Problem, WorkerCrashed
-from canzona_cli.report.errors import show_failure
+from canzona_cli.cli.views.errors import show_failure
+from canzona_cli.core.costs.gpus import GpuInfo, gpu_inventory
+from canzona_cli.core.errors import EnvironmentProblem, Problem, WorkerCrashed
+from canzona_cli.core.setup import Device
 
 SIZES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b")
 LEAST_S = 10.0

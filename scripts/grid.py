@@ -17,10 +17,10 @@ from statistics import fmean
 from simulated_runs import VERIFIED, mesh_label, resolved
 
 from canzona_cli.bench.simulated import SIZES
-from canzona_cli.planner.make import make_plan
-from canzona_cli.planner.measures import balance
-from canzona_cli.planner.memory import plan_memory
-from canzona_cli.simulate.predict import simulate_plan, with_cores
+from canzona_cli.core.planner.make import make_plan
+from canzona_cli.core.planner.measures import balance
+from canzona_cli.core.planner.memory import plan_memory
+from canzona_cli.core.simulate.predict import simulate_plan, with_cores
 
 Row = Mapping[str, float | str]
 

@@ -9,11 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.execution import with_strategy
-from canzona_cli.config.schema import ClusterConfig
-from canzona_cli.costs.update import (
+from canzona_cli.core.costs.update import (
     PRICED_STACK,
     UpdateTime,
     adamw_seconds,
@@ -22,9 +19,12 @@ from canzona_cli.costs.update import (
     summed,
     update_time,
 )
-from canzona_cli.optimizers.facts import Algorithm, Form, Work
-from canzona_cli.optimizers.muon_facts import iteration_work, matmul_bytes
-from canzona_cli.simulate.predict import simulate_run
+from canzona_cli.core.optimizers.facts import Algorithm, Form, Work
+from canzona_cli.core.optimizers.muon_facts import iteration_work, matmul_bytes
+from canzona_cli.core.setup import ClusterConfig
+from canzona_cli.core.setup.execution import with_strategy
+from canzona_cli.core.simulate.fit import resolve
+from canzona_cli.core.simulate.predict import simulate_run
 
 Operation = Literal["newton_schulz", "matmul", "qr", "eigh", "adamw", "soap"]
 Matrices = tuple[int, int, int]

@@ -3,7 +3,7 @@
 
     python scripts/paper.py [--recipe qwen3-32b] [--gpus 256] [--tp 8] [OVERRIDE ...]
 
-The strategy `paper` is the paper's engine as implemented in `canzona_cli/planner/paper.py`. Updates are in the standard
+The strategy `paper` is the paper's engine as implemented in `canzona_cli/core/planner/paper.py`. Updates are in the standard
 form, as in Megatron-LM's Muon, except in rows that say otherwise. The points `train.sh` have the settings of the script
 with which the authors' code is published.
 """
@@ -16,17 +16,17 @@ from typing import Literal
 
 from published_rows import load_published
 
-from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.execution import AnyStrategy, with_strategy
-from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.costs.memory import GIB
-from canzona_cli.model.matrices import matrix_shapes
-from canzona_cli.planner.make import plan_unbounded
-from canzona_cli.planner.measures import balance, communication
-from canzona_cli.planner.memory import plan_memory
-from canzona_cli.simulate.compare import Study, study_run
-from canzona_cli.simulate.predict import simulate_plan
+from canzona_cli.core.costs.memory import GIB
+from canzona_cli.core.model.matrices import matrix_shapes
+from canzona_cli.core.planner.make import plan_unbounded
+from canzona_cli.core.planner.measures import balance, communication
+from canzona_cli.core.planner.memory import plan_memory
+from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.core.setup.execution import AnyStrategy, with_strategy
+from canzona_cli.core.simulate.compare import Study, study_run
+from canzona_cli.core.simulate.fit import resolve
+from canzona_cli.core.simulate.predict import simulate_plan
 
 STANDARD = "optimizer.form=standard"
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -61,7 +61,7 @@ WHY = """
   tensor-parallel rank. (`canzona plan` compares with the faster of its modes, see `engine.muon_tp_mode`.)
   `sc` repeats every update on every rank, so ratios over it are large; "over 30 times" would fit a baseline that avoids
   some of these repetitions.
-- **`paper` is not the authors' code line by line**: `canzona_cli/planner/README.md` lists the differences. It takes the
+- **`paper` is not the authors' code line by line**: `canzona_cli/core/planner/README.md` lists the differences. It takes the
   faster collective for each bucket, and away from the points `train.sh` the fastest size of buckets and C_max, as all
   plans do here. The busiest owner of a bucket has far more bytes than an even share at any alpha, because a bucket has
   fewer matrices than there are owners.

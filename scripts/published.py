@@ -32,12 +32,12 @@ from published_rows import (
     run_of,
 )
 
-from canzona_cli.costs import model as model_time
-from canzona_cli.costs.modules import ELEMENTWISE_PASSES
-from canzona_cli.errors import CanzonaError
-from canzona_cli.report.document import Document, Section
-from canzona_cli.report.markup import Html, key, table_html, tag
-from canzona_cli.report.tables import Table
+from canzona_cli.cli.views.document import Document, Section
+from canzona_cli.cli.views.markup import Html, key, table_html, tag
+from canzona_cli.cli.views.tables import Table
+from canzona_cli.core.costs import model as model_time
+from canzona_cli.core.costs.modules import ELEMENTWISE_PASSES
+from canzona_cli.core.errors import CanzonaError
 
 GOALS = {"MAPE": 0.04, "worst layout": 0.08, "refit": 0.02, "memory": 0.08, "optimizer MAPE": 0.1}
 STEP = 0.03

@@ -12,16 +12,16 @@ from typing import Literal
 
 from optimizer_rows import Kernels, StepRow
 
-from canzona_cli.cluster.possible import fill
-from canzona_cli.cluster.search import candidates
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.overrides import override_text
-from canzona_cli.config.reading import LARGEST_YAML, Unreadable, parse_yaml, read_plain
-from canzona_cli.config.schema import ClusterConfig, Dispatcher, Layout, RunConfig
-from canzona_cli.costs.memory import estimate
-from canzona_cli.errors import ConfigError, Problem
-from canzona_cli.run.codec import Damaged, parse
-from canzona_cli.simulate.predict import simulate_run
+from canzona_cli.core.costs.memory import estimate
+from canzona_cli.core.errors import ConfigError, Problem
+from canzona_cli.core.reading import LARGEST_YAML, Unreadable, parse_yaml, read_plain
+from canzona_cli.core.setup import ClusterConfig, Dispatcher, Layout, RunConfig
+from canzona_cli.core.simulate.possible import fill
+from canzona_cli.core.simulate.predict import simulate_run
+from canzona_cli.core.simulate.search import candidates
+from canzona_cli.records.codec import Damaged, parse
 
 ROWS = Path(__file__).with_name("published.yaml")
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.core.errors import ConfigError, Problem
 
 
 def refused[**P](asked: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> tuple[Problem, ...]:

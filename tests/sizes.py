@@ -3,7 +3,8 @@
 from dataclasses import replace
 from typing import Literal, get_args
 
-from canzona_cli.config.schema import (
+from canzona_cli.core.model.matrices import Matrix
+from canzona_cli.core.setup import (
     AdamWConfig,
     ClusterConfig,
     DataConfig,
@@ -19,7 +20,6 @@ from canzona_cli.config.schema import (
     Strategy,
     TrainConfig,
 )
-from canzona_cli.model.matrices import Matrix
 
 Size = Literal["tiny", "0.6b", "1.7b", "4b", "8b", "14b", "32b"]
 

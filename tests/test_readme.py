@@ -4,7 +4,7 @@ import re
 import shlex
 from pathlib import Path
 
-from tests.commands.support import canzona
+from tests.cli.commands.support import canzona
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

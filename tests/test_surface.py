@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from canzona_cli.app import COMMANDS, _load
+from canzona_cli.cli.app import COMMANDS, _load
 from canzona_cli.config.settings import settings
 
 SURFACE = Path(__file__).with_name("surface.txt")

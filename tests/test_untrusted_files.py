@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from canzona_cli.config.compose import compose_run, load_resolved
+from canzona_cli.core.errors import CanzonaError
+from canzona_cli.core.planner.plan_file import read_plan
 from canzona_cli.data.tokenizers import load_json_tokenizer
-from canzona_cli.errors import CanzonaError
-from canzona_cli.planner.plan_file import read_plan
 
 
 class Trap:

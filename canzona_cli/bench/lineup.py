@@ -14,20 +14,20 @@ from functools import cached_property
 import psutil
 
 from canzona_cli.bench.results import Predicted
-from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.checks import config_problems
 from canzona_cli.config.compose import Composed
-from canzona_cli.config.execution import AnyStrategy, strategy_of, with_strategy
-from canzona_cli.config.schema import ClusterConfig, Execution, Layout, MomentumConfig, RunConfig
-from canzona_cli.costs.memory import GIB, MemoryEstimate, capacity, estimate
-from canzona_cli.errors import ConfigError, DoesNotFit, Problem, refuse
-from canzona_cli.model.matrices import matrix_shapes
-from canzona_cli.planner.memory import plan_memory
-from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.plan_file import obtain_plan
-from canzona_cli.run.phases import STRATEGIES
-from canzona_cli.run.words import plural
-from canzona_cli.simulate.predict import predict
+from canzona_cli.core.costs.memory import GIB, MemoryEstimate, capacity, estimate
+from canzona_cli.core.errors import ConfigError, DoesNotFit, Problem, refuse
+from canzona_cli.core.model.matrices import matrix_shapes
+from canzona_cli.core.phases import STRATEGIES
+from canzona_cli.core.planner.memory import plan_memory
+from canzona_cli.core.planner.plan import Plan
+from canzona_cli.core.planner.plan_file import obtain_plan
+from canzona_cli.core.setup import ClusterConfig, Execution, Layout, MomentumConfig, RunConfig
+from canzona_cli.core.setup.execution import AnyStrategy, strategy_of, with_strategy
+from canzona_cli.core.simulate.fit import resolve
+from canzona_cli.core.simulate.predict import predict
+from canzona_cli.records.words import plural
 
 PLANNED_STATE = ("weights", "gradients", "padding", "masters", "matrix_state", "adamw_state")
 """The parts of a plan's memory that stay allocated between steps."""

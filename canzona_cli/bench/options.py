@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from canzona_cli.bench.simulated import parse_gpus
-from canzona_cli.config.execution import AnyStrategy
-from canzona_cli.errors import Clash, Problem, clashes, closest, collect_problems
-from canzona_cli.run.machine import existing_folder
-from canzona_cli.run.phases import STRATEGIES
+from canzona_cli.core.errors import Clash, Problem, clashes, closest, collect_problems
+from canzona_cli.core.host import existing_folder
+from canzona_cli.core.phases import STRATEGIES
+from canzona_cli.core.setup.execution import AnyStrategy
 
 SIMULATED_GPUS = "8..1024"
 CLASHES = (

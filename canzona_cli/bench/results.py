@@ -17,13 +17,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from canzona_cli.config.execution import AnyStrategy
-from canzona_cli.config.schema import Device, Layout
-from canzona_cli.errors import CanzonaError, Problem, refuse
-from canzona_cli.run.breakdown import describes_machine
-from canzona_cli.run.files import write_json_atomic
-from canzona_cli.run.phases import STRATEGIES
-from canzona_cli.run.statistics import NOT_SIGNIFICANT, OverRanks, Quartiles, Speedup
+from canzona_cli.core.errors import CanzonaError, Problem, refuse
+from canzona_cli.core.phases import STRATEGIES
+from canzona_cli.core.setup import Device, Layout
+from canzona_cli.core.setup.execution import AnyStrategy
+from canzona_cli.records.breakdown import describes_machine
+from canzona_cli.records.files import write_json_atomic
+from canzona_cli.records.statistics import NOT_SIGNIFICANT, OverRanks, Quartiles, Speedup
 
 Machine = Mapping[str, str | int | float]
 

@@ -13,24 +13,24 @@ from pathlib import Path
 from canzona_cli.bench.lineup import Entrant, LineUp, Sitting, available_bytes, line_up, make_sittings
 from canzona_cli.bench.results import BenchResult, Machine, Measured, StrategyBench, save
 from canzona_cli.bench.sitting import BenchFiles, Turns, read_samples, summarise
-from canzona_cli.cluster.machine import machine_facts
-from canzona_cli.cluster.profiles import profile_warnings
 from canzona_cli.config.compose import Composed, compose_run, dump_resolved
-from canzona_cli.config.execution import AnyStrategy, has_tp_modes
-from canzona_cli.config.schema import RunConfig
-from canzona_cli.costs.sharing import mode_warnings
+from canzona_cli.config.profiles import profile_warnings
+from canzona_cli.core.costs.machine import machine_facts
+from canzona_cli.core.costs.sharing import mode_warnings
+from canzona_cli.core.errors import Problem, collect_problems, refuse, write_error
+from canzona_cli.core.host import cores
+from canzona_cli.core.setup import RunConfig
+from canzona_cli.core.setup.execution import AnyStrategy, has_tp_modes
 from canzona_cli.data.corpus import ensure_corpus
-from canzona_cli.errors import Problem, collect_problems, refuse, write_error
 from canzona_cli.launch import preflight
 from canzona_cli.launch.resume import next_free
 from canzona_cli.launch.run_dir import check_free
 from canzona_cli.launch.supervisor import run_ranks
 from canzona_cli.launch.view import TrainView
-from canzona_cli.run.corpus import PreparedCorpus
-from canzona_cli.run.files import RunFiles, write_text_atomic
-from canzona_cli.run.machine import cores
-from canzona_cli.run.records import Note, StageEvent, StepMetrics
-from canzona_cli.run.words import plural
+from canzona_cli.records.corpus import PreparedCorpus
+from canzona_cli.records.files import RunFiles, write_text_atomic
+from canzona_cli.records.records import Note, StageEvent, StepMetrics
+from canzona_cli.records.words import plural
 
 Say = Callable[[str], None]
 WORKER_MODULE = "canzona_cli.bench.worker"

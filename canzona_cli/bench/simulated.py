@@ -11,17 +11,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from canzona_cli.cluster.fit import resolve
-from canzona_cli.cluster.search import LayoutResult, fastest_with
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.overrides import key_of
-from canzona_cli.config.schema import Device, RunConfig
-from canzona_cli.errors import ConfigError, DoesNotFit, Problem, refuse
-from canzona_cli.planner.make import plannable
-from canzona_cli.run.phases import STRATEGIES
-from canzona_cli.simulate.compare import Study, assumptions, study_run
-from canzona_cli.simulate.predict import with_cores
+from canzona_cli.core.errors import ConfigError, DoesNotFit, Problem, refuse
+from canzona_cli.core.phases import STRATEGIES
+from canzona_cli.core.planner.make import plannable
+from canzona_cli.core.setup import Device, RunConfig
+from canzona_cli.core.setup.execution import AnyStrategy
+from canzona_cli.core.simulate.compare import Study, assumptions, study_run
+from canzona_cli.core.simulate.fit import resolve
+from canzona_cli.core.simulate.predict import with_cores
+from canzona_cli.core.simulate.search import LayoutResult, fastest_with
 
 SIZES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b")
 SIZES_WITH_EXPERTS = ("qwen3-30b-a3b", "qwen3-235b-a22b")

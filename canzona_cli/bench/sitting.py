@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from canzona_cli.bench.results import Measured
-from canzona_cli.run.codec import parse
-from canzona_cli.run.files import RunFiles, write_json_atomic, write_text_atomic
-from canzona_cli.run.statistics import OverRanks, by_phase, load_balance, mean_phases
+from canzona_cli.records.codec import parse
+from canzona_cli.records.files import RunFiles, write_json_atomic, write_text_atomic
+from canzona_cli.records.statistics import OverRanks, by_phase, load_balance, mean_phases
 
 _UPDATING: tuple[str, ...] = ("exchange", "matrix_update", "adamw_update")
 """The phases of the optimizer step in which a rank works alone or communicates with its TP group only."""

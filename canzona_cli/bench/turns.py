@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from canzona_cli.bench.sitting import Samples, StepSample, Turns
-from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
-from canzona_cli.errors import Diverged, Problem
-from canzona_cli.megatron.holdings import finish_gathering, leaves
-from canzona_cli.megatron.model import Trainee
-from canzona_cli.megatron.parallel import gather
+from canzona_cli.core.engine.canzona_optimizer import CanzonaOptimizer
+from canzona_cli.core.errors import Diverged, Problem
+from canzona_cli.core.megatron.holdings import finish_gathering, leaves
+from canzona_cli.core.megatron.model import Trainee
+from canzona_cli.core.megatron.parallel import gather
 from canzona_cli.training.data import Batch
 from canzona_cli.training.loop import suspend_garbage_collection
 from canzona_cli.training.step import train_step

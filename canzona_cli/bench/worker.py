@@ -5,8 +5,8 @@ import time
 from pathlib import Path
 
 from canzona_cli.bench.sitting import BenchFiles, Turns, write_samples
-from canzona_cli.run.files import RunFiles, append_json_line
-from canzona_cli.run.records import Ending, read_layout
+from canzona_cli.records.files import RunFiles, append_json_line
+from canzona_cli.records.records import Ending, read_layout
 from canzona_cli.training.process import IMPORTED_BY_ALL, run_rank
 from canzona_cli.training.records import Journal, RankRecord
 
@@ -16,13 +16,13 @@ SLOW_IMPORTS = (*IMPORTED_BY_ALL, "canzona_cli.bench.turns")
 def sitting_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     """Builds a model, an optimizer and batches for each strategy, and runs all turns; rank 0 writes the
     samples."""
-    import canzona_cli.megatron.quick_import  # noqa: F401 - before anything imports Megatron
+    import canzona_cli.core.megatron.quick_import  # noqa: F401 - before anything imports Megatron
     from canzona_cli.bench.turns import RunningStrategy, gather_samples, take_turns
     from canzona_cli.config.compose import load_resolved
-    from canzona_cli.config.schema import Execution
-    from canzona_cli.megatron import parallel
-    from canzona_cli.planner.plan_file import read_plan
-    from canzona_cli.run.corpus import read_corpus
+    from canzona_cli.core.megatron import parallel
+    from canzona_cli.core.planner.plan_file import read_plan
+    from canzona_cli.core.setup import Execution
+    from canzona_cli.records.corpus import read_corpus
     from canzona_cli.training.assemble import assemble, join
     from canzona_cli.training.data import BatchStream, build_datasets
 

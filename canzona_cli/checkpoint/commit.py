@@ -34,9 +34,9 @@ from canzona_cli.checkpoint.manifest import (
     step_name,
 )
 from canzona_cli.checkpoint.shard_file import write_shard
-from canzona_cli.errors import Problem, SaveFailed
-from canzona_cli.run.codec import parse
-from canzona_cli.run.files import sync_folder
+from canzona_cli.core.errors import Problem, SaveFailed
+from canzona_cli.records.codec import parse
+from canzona_cli.records.files import sync_folder
 
 _POLL_S: Final = 0.02
 _LONGEST_POLL_S: Final = 0.5

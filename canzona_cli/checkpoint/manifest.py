@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from canzona_cli.fields import Count, CountOrZero, Finite, Range, Ranks
-from canzona_cli.run.codec import other_version, parse
+from canzona_cli.core.fields import Count, CountOrZero, Finite, Range, Ranks
+from canzona_cli.records.codec import other_version, parse
 
 FORMAT: Final = "canzona-checkpoint"
 VERSION: Final = 2

@@ -13,10 +13,10 @@ from safetensors import safe_open
 from canzona_cli.checkpoint.contents import MASTER, RANDOM
 from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, Piece, Scalar
 from canzona_cli.checkpoint.verify import problem_of
-from canzona_cli.config.schema import ModelConfig
-from canzona_cli.errors import CheckpointInvalid, Problem
-from canzona_cli.model.geometry import Block, stored_blocks, unit_shape
-from canzona_cli.optimizers.muon_facts import DISTRUSTED
+from canzona_cli.core.errors import CheckpointInvalid, Problem
+from canzona_cli.core.model.geometry import Block, stored_blocks, unit_shape
+from canzona_cli.core.optimizers.muon_facts import DISTRUSTED
+from canzona_cli.core.setup import ModelConfig
 
 
 class Reader:

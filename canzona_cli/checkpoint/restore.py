@@ -18,16 +18,16 @@ from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, Scalar
 from canzona_cli.checkpoint.reader import Reader, missing_tensor
 from canzona_cli.checkpoint.snapshot import MasterPiece, check_random_states, master_pieces, set_random_states
 from canzona_cli.checkpoint.verify import limit_problems, problem_of, read_manifest, table_problems, verify_file
-from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
-from canzona_cli.engine.masters import MasterOptimizer, UpdatedMatrix
-from canzona_cli.errors import CheckpointInvalid, Problem, refuse
-from canzona_cli.megatron.holdings import copy_masters_to_model, gather_parameters
-from canzona_cli.megatron.matrix_buffers import global_parameters
-from canzona_cli.megatron.model import Model, Trainee
-from canzona_cli.megatron.parallel import World, gather
-from canzona_cli.model.geometry import fragment_blocks, stored_blocks
-from canzona_cli.model.matrices import Matrix
-from canzona_cli.optimizers.matrix_optimizer import MatrixOptimizer
+from canzona_cli.core.engine.canzona_optimizer import CanzonaOptimizer
+from canzona_cli.core.engine.masters import MasterOptimizer, UpdatedMatrix
+from canzona_cli.core.errors import CheckpointInvalid, Problem, refuse
+from canzona_cli.core.megatron.holdings import copy_masters_to_model, gather_parameters
+from canzona_cli.core.megatron.matrix_buffers import global_parameters
+from canzona_cli.core.megatron.model import Model, Trainee
+from canzona_cli.core.megatron.parallel import World, gather
+from canzona_cli.core.model.geometry import fragment_blocks, stored_blocks
+from canzona_cli.core.model.matrices import Matrix
+from canzona_cli.core.optimizers.matrix_optimizer import MatrixOptimizer
 
 _log = logging.getLogger(__name__)
 

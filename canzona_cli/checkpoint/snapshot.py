@@ -1,7 +1,7 @@
 """Copies the state for a checkpoint to host memory, so that it can be written while training continues.
 
 Weights are not saved, because they can be made by rounding the masters. State is stored under the model's
-names (`canzona_cli.model.geometry`). Of the ranks that have the same state, only one writes it. Hosts write
+names (`canzona_cli.core.model.geometry`). Of the ranks that have the same state, only one writes it. Hosts write
 the matrices that they host; state that is spread over ranks, such as fragments of shared matrices, is written
 in pieces.
 """
@@ -21,15 +21,15 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from canzona_cli.checkpoint.contents import GROUP, MASTER, RANDOM
 from canzona_cli.checkpoint.manifest import Buffer, Piece, Scalar, Shard
 from canzona_cli.checkpoint.shard_file import raw_bytes
-from canzona_cli.config.schema import ModelConfig
-from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
-from canzona_cli.engine.masters import UpdatedMatrix
-from canzona_cli.errors import ConfigError, Problem
-from canzona_cli.megatron.holdings import MasterRange, megatron_masters
-from canzona_cli.megatron.model import Trainee
-from canzona_cli.megatron.parallel import gather
-from canzona_cli.model.families import EMBEDDING
-from canzona_cli.model.geometry import Block, fragment_blocks, matrix_blocks, unit_shape
+from canzona_cli.core.engine.canzona_optimizer import CanzonaOptimizer
+from canzona_cli.core.engine.masters import UpdatedMatrix
+from canzona_cli.core.errors import ConfigError, Problem
+from canzona_cli.core.megatron.holdings import MasterRange, megatron_masters
+from canzona_cli.core.megatron.model import Trainee
+from canzona_cli.core.megatron.parallel import gather
+from canzona_cli.core.model.families import EMBEDDING
+from canzona_cli.core.model.geometry import Block, fragment_blocks, matrix_blocks, unit_shape
+from canzona_cli.core.setup import ModelConfig
 
 PINNED_SHARE = 0.5
 """The fraction of a node's memory that its ranks together may pin for saves. The system cannot swap out

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, hidden_name, hidden_path, step_of
 from canzona_cli.checkpoint.verify import fallback_fix, read_manifest
-from canzona_cli.config.reading import expanded
-from canzona_cli.errors import CheckpointInvalid, ConfigError, Problem
-from canzona_cli.run.files import RunFiles, sync_folder
+from canzona_cli.core.errors import CheckpointInvalid, ConfigError, Problem
+from canzona_cli.core.reading import expanded
+from canzona_cli.records.files import RunFiles, sync_folder
 
 _KEY = "checkpoint.resume"
 _PLACES = "give a run directory, or a checkpoint in one, such as RUN/checkpoints/step-00000030"

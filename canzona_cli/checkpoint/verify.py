@@ -15,9 +15,9 @@ from blake3 import blake3
 
 from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, StoredFile, parse_manifest, step_name, step_of
 from canzona_cli.checkpoint.shard_file import read_table
-from canzona_cli.config.reading import Absent, read_plain
-from canzona_cli.errors import CheckpointInvalid, Problem, refuse
-from canzona_cli.run.machine import cores
+from canzona_cli.core.errors import CheckpointInvalid, Problem, refuse
+from canzona_cli.core.host import cores
+from canzona_cli.core.reading import Absent, read_plain
 
 OnBytes = Callable[[int], None]
 """A callback that receives the number of bytes hashed since its previous call. Several threads call it."""

@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import get_args
 
-from canzona_cli.config.execution import RELEASED_TP_MODES, has_tp_modes
-from canzona_cli.config.layout_rules import layout_problems
-from canzona_cli.config.reading import expanded
-from canzona_cli.config.schema import STANDARD_ONLY, Collective, CustomConfig, Execution, MomentumConfig, RunConfig
 from canzona_cli.config.secrets import safety_problems
 from canzona_cli.config.settings import settings, with_own_values
 from canzona_cli.config.source_class import source_problem
-from canzona_cli.errors import Problem
+from canzona_cli.core.errors import Problem
+from canzona_cli.core.reading import expanded
+from canzona_cli.core.setup import STANDARD_ONLY, Collective, CustomConfig, Execution, MomentumConfig, RunConfig
+from canzona_cli.core.setup.execution import RELEASED_TP_MODES, has_tp_modes
+from canzona_cli.core.setup.layout_rules import layout_problems
 
 BYTE_TOKENIZER_IDS = 257
 """The number of ids of the byte tokenizer: 256 bytes and an end-of-document token."""

@@ -15,7 +15,7 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 from canzona_cli.config.recipes import FROM_FILES, GROUPS, builtin_recipes_dir, group_options, user_recipes_dirs
-from canzona_cli.errors import ConfigError
+from canzona_cli.core.errors import ConfigError
 
 COMPLETE_VARIABLE = "_CANZONA_COMPLETE"
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from canzona_cli.config.checks import config_problems
 from canzona_cli.config.overrides import key_of, parse_overrides
-from canzona_cli.config.reading import display_path, expanded, read_yaml
 from canzona_cli.config.recipes import (
     WRITTEN,
     builtin_recipes_dir,
@@ -18,19 +17,20 @@ from canzona_cli.config.recipes import (
     user_recipes_dirs,
 )
 from canzona_cli.config.replaced import choose_again, drop_replaced, overruling_settings, with_rates
-from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.secrets import consent_problems, content_problems
 from canzona_cli.config.settings import leaves, sections, settings, tree_of
 from canzona_cli.config.tree import compose_files, with_values
 from canzona_cli.config.typed import build, stand_in, type_problems
 from canzona_cli.config.unused import config_warnings, unused_problems
-from canzona_cli.errors import ConfigError, Problem, refuse
+from canzona_cli.core.errors import ConfigError, Problem, refuse
+from canzona_cli.core.reading import display_path, expanded, read_yaml
+from canzona_cli.core.setup import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class Composed:
     """A checked configuration and the files from which it was composed. Its null values are filled in later,
-    by `canzona_cli.cluster.fit`."""
+    by `canzona_cli.core.simulate.fit`."""
 
     config: RunConfig
     explicit: frozenset[str]

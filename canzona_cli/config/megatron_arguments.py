@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Final, Literal
 
 from canzona_cli.config.megatron_parser import defaults, flags_of, parser
-from canzona_cli.config.reading import LARGEST_YAML, Unreadable, parse_yaml, read_plain
-from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.core.errors import ConfigError, Problem
+from canzona_cli.core.reading import LARGEST_YAML, Unreadable, parse_yaml, read_plain
 
 OPTION: Final = "--from-megatron"
 TYPED: Final = "-- "

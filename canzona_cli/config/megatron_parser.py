@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from canzona_cli.config.reading import Unreadable
+from canzona_cli.core.reading import Unreadable
 
 _ARGUMENTS: Final = "megatron.training.arguments"
 _TYPES: Final[Mapping[str, type]] = {"int": int, "float": float, "bool": bool}

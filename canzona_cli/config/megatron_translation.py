@@ -16,12 +16,12 @@ from canzona_cli.config.megatron_arguments import Arguments, default, limited, r
 from canzona_cli.config.megatron_parser import defaults
 from canzona_cli.config.megatron_run import MegatronRun, TpMode
 from canzona_cli.config.overrides import key_of, override_text, text_value
-from canzona_cli.config.reading import read_yaml
 from canzona_cli.config.recipes import builtin_recipes_dir, group_options
 from canzona_cli.config.settings import settings
-from canzona_cli.config.stages import count_parts_as_layers
 from canzona_cli.config.unknown_keys import exact_key
-from canzona_cli.errors import ConfigError, Problem, refuse
+from canzona_cli.core.errors import ConfigError, Problem, refuse
+from canzona_cli.core.reading import read_yaml
+from canzona_cli.core.setup.stages import count_parts_as_layers
 
 _REQUIRED: Final = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
 _SHAPE: Final = (

@@ -10,7 +10,7 @@ from canzona_cli.config.recipes import GROUPS, WRITTEN
 from canzona_cli.config.secrets import resolver_problem, target_problem
 from canzona_cli.config.settings import mapping_key, setting_of, settings
 from canzona_cli.config.unknown_keys import closest_key, unknown_key
-from canzona_cli.errors import Problem, closest
+from canzona_cli.core.errors import Problem, closest
 
 _BARE_WORD = re.compile(r"[-+\w.]+")
 _PLAIN = re.compile(r"[\w./~@%+-]*[./~@%+-][\w./~@%+-]*")

@@ -8,11 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from canzona_cli.config.reading import display_path, expanded, read_yaml
-from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem, closest, collect_problems, refuse
+from canzona_cli.core.errors import ConfigError, EnvironmentProblem, Problem, closest, collect_problems, refuse
+from canzona_cli.core.reading import display_path, expanded, read_yaml
 
 if TYPE_CHECKING:
-    from canzona_cli.config.schema import RunConfig
+    from canzona_cli.core.setup import RunConfig
 
 RECIPES_DIR_VARIABLE = "CANZONA_RECIPES_DIR"
 GROUPS = ("recipe", "model", "optimizer", "engine", "cluster", "data")

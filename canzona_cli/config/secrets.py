@@ -14,8 +14,8 @@ from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 
-from canzona_cli.config.schema import CustomConfig, RunConfig
-from canzona_cli.errors import Problem
+from canzona_cli.core.errors import Problem
+from canzona_cli.core.setup import CustomConfig, RunConfig
 
 HIDDEN = "***"
 

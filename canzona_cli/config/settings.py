@@ -6,9 +6,9 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from canzona_cli.config.schema import OPTIMIZERS, RunConfig
-from canzona_cli.errors import Problem
-from canzona_cli.fields import Affects, Example, Range
+from canzona_cli.core.errors import Problem
+from canzona_cli.core.fields import Affects, Example, Range
+from canzona_cli.core.setup import OPTIMIZERS, RunConfig
 
 Kind = Literal["integer", "number", "boolean", "text", "choice", "list", "mapping", "other"]
 

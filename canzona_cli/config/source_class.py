@@ -7,7 +7,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import decode_source, find_spec
 from pathlib import Path
 
-from canzona_cli.errors import closest
+from canzona_cli.core.errors import closest
 
 _DYNAMIC = {"globals", "exec", "setattr"}
 """The functions with which a module may define arbitrary names at run time."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from canzona_cli.config.overrides import key_of
 from canzona_cli.config.recipes import GROUPS
 from canzona_cli.config.settings import setting_of
-from canzona_cli.errors import ConfigError, Problem, refuse
+from canzona_cli.core.errors import ConfigError, Problem, refuse
 
 MOST_RUNS = 1000
 """The maximum number of runs in a sweep: Slurm's default limit for an array."""

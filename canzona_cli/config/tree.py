@@ -10,7 +10,6 @@ from functools import cache, lru_cache
 from pathlib import Path
 
 from canzona_cli.config.overrides import text_value
-from canzona_cli.config.reading import display_path, read_yaml
 from canzona_cli.config.recipes import (
     FROM_FILES,
     GROUPS,
@@ -21,10 +20,11 @@ from canzona_cli.config.recipes import (
     shadows_builtin,
     user_recipes_dirs,
 )
-from canzona_cli.config.schema import ModelConfig
 from canzona_cli.config.secrets import REFERENCE, content_problems
 from canzona_cli.config.settings import leaves, sections, settings, tree_of
-from canzona_cli.errors import ConfigError, Problem, refuse
+from canzona_cli.core.errors import ConfigError, Problem, refuse
+from canzona_cli.core.reading import display_path, read_yaml
+from canzona_cli.core.setup import ModelConfig
 
 SCHEME = "canzona"
 """The URL scheme of the folders that Hydra reads through `_folder_source`."""
@@ -406,7 +406,7 @@ def _read_model(tree: Mapping[str, object]) -> ModelConfig | None:
 
     from pydantic import ValidationError
 
-    from canzona_cli.config.reading import adapter
+    from canzona_cli.core.reading import adapter
 
     try:
         return adapter(ModelConfig).validate_json(json.dumps(tree.get("model")), strict=True)

@@ -8,14 +8,14 @@ from typing import get_type_hints
 
 from pydantic import ValidationError
 
-from canzona_cli.config.reading import adapter
 from canzona_cli.config.recipes import REMOVED_OPTIMIZERS
-from canzona_cli.config.schema import OPTIMIZERS, RunConfig
 from canzona_cli.config.settings import Setting, leaves, sections, setting_of, settings, tree_of
 from canzona_cli.config.tree import with_values
 from canzona_cli.config.unknown_keys import unknown_key
-from canzona_cli.errors import Problem, closest
-from canzona_cli.fields import bound_words
+from canzona_cli.core.errors import Problem, closest
+from canzona_cli.core.fields import bound_words
+from canzona_cli.core.reading import adapter
+from canzona_cli.core.setup import OPTIMIZERS, RunConfig
 
 _EXAMPLE_OPTIONS = {
     "model": "qwen3-0.6b",

@@ -8,7 +8,7 @@ from typing import Final
 
 from canzona_cli.config.recipes import GROUPS
 from canzona_cli.config.settings import sections, settings
-from canzona_cli.errors import Problem, closest
+from canzona_cli.core.errors import Problem, closest
 
 _NAMES: Final[Mapping[str, str]] = {
     "gpus": "n np nproc nproc_per_node num_gpus world_size devices num_devices",

@@ -5,11 +5,11 @@ If an ignored setting was meant to change what is trained, the run is refused; o
 
 from collections.abc import Iterator
 
-from canzona_cli.config.execution import has_tp_modes
 from canzona_cli.config.overrides import override_text
-from canzona_cli.config.schema import CustomConfig, Execution, FastPath, MomentumConfig, RunConfig
 from canzona_cli.config.settings import value_of, with_own_values
-from canzona_cli.errors import Problem
+from canzona_cli.core.errors import Problem
+from canzona_cli.core.setup import CustomConfig, Execution, FastPath, MomentumConfig, RunConfig
+from canzona_cli.core.setup.execution import has_tp_modes
 
 _REFUSED = (
     ("train.grad_reduce_dtype", ("fp32",), "train.precision=bf16"),

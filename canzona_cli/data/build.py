@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Literal
 
 from canzona_cli import __version__
+from canzona_cli.core.errors import CanzonaError, ConfigError, EnvironmentProblem, Problem, refuse, write_error
+from canzona_cli.core.host import cores
 from canzona_cli.data.encode import Encoded, Recipe, encode_in_order
 from canzona_cli.data.indexed import PairWriter, bin_path, idx_path
 from canzona_cli.data.reading import (
@@ -40,8 +42,6 @@ from canzona_cli.data.tokenizers import (
     load_json_tokenizer,
     train_bpe,
 )
-from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, Problem, refuse, write_error
-from canzona_cli.run.machine import cores
 
 Stage = Literal["learn vocabulary", "tokenise", "write"]
 

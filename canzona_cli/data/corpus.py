@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from canzona_cli.config.reading import expanded
-from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import problem_with
+from canzona_cli.core.errors import CanzonaError, ConfigError, Problem, collect_problems, refuse
+from canzona_cli.core.reading import expanded
+from canzona_cli.core.setup import RunConfig
 from canzona_cli.data.build import BuildSettings, Progress, build_pair, disk_problem
 from canzona_cli.data.indexed import PairInfo, bin_path, inspect_pair
 from canzona_cli.data.locks import exclusive_lock, lock_path
@@ -28,9 +29,8 @@ from canzona_cli.data.tokenizers import (
     read_backend,
     tokenizer_file,
 )
-from canzona_cli.errors import CanzonaError, ConfigError, Problem, collect_problems, refuse
-from canzona_cli.run.corpus import PreparedCorpus, PreparedSet
-from canzona_cli.run.files import write_text_atomic
+from canzona_cli.records.corpus import PreparedCorpus, PreparedSet
+from canzona_cli.records.files import write_text_atomic
 
 NO_VALIDATION = "train.eval_interval=0 data.validation_fraction=0"
 """The settings of a run that holds no documents out."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from canzona_cli.core.errors import CanzonaError, EnvironmentProblem, Problem
 from canzona_cli.data.indexed import Lengths
 from canzona_cli.data.reading import (
     Batch,
@@ -24,7 +25,6 @@ from canzona_cli.data.tokenizers import (
     begin_child,
     token_dtype,
 )
-from canzona_cli.errors import CanzonaError, EnvironmentProblem, Problem
 
 
 @dataclass(frozen=True, kw_only=True)

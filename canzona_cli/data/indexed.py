@@ -21,9 +21,9 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from canzona_cli.core.errors import ConfigError, Problem, refuse
 from canzona_cli.data.tokenizers import TokenArray, token_dtype
-from canzona_cli.errors import ConfigError, Problem, refuse
-from canzona_cli.run.files import sync_folder
+from canzona_cli.records.files import sync_folder
 
 Lengths = npt.NDArray[np.int32]
 

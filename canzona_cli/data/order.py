@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from canzona_cli.run.corpus import DataPlan, PreparedCorpus
+from canzona_cli.records.corpus import DataPlan, PreparedCorpus
 
 _LAST_EPOCH_SHARE: Final = 0.8
 Positions = npt.NDArray[np.int64]

@@ -11,7 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from canzona_cli.config.overrides import text_value
-from canzona_cli.config.reading import expanded
+from canzona_cli.core.errors import ConfigError, EnvironmentProblem, Problem, refuse
+from canzona_cli.core.host import existing_folder
+from canzona_cli.core.reading import expanded
 from canzona_cli.data.build import (
     DEFAULT_VOCAB_SIZE,
     BuildSettings,
@@ -28,8 +30,6 @@ from canzona_cli.data.reading import package_problem
 from canzona_cli.data.sources import InputFormat, Source, find_sources
 from canzona_cli.data.template import template_problem
 from canzona_cli.data.tokenizers import MIN_VOCAB_SIZE, load_json_tokenizer
-from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem, refuse
-from canzona_cli.run.machine import existing_folder
 
 _MAX_VOCAB_SIZE = 1 << 20
 _FIRST_RECIPE = ("qwen3-tiny", 256)

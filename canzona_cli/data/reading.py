@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final, Literal, NamedTuple, cast
 
+from canzona_cli.core.errors import ConfigError, EnvironmentProblem, Problem
 from canzona_cli.data.sidecar import BadLine, InputRecord, Tally
 from canzona_cli.data.sources import Source, input_error, json_array_error
 from canzona_cli.data.template import MISSING, Unfilled, fields_of, fill, names_of, text_of, value_of
-from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile

@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
+from canzona_cli.core.errors import ConfigError, Problem
 from canzona_cli.data.indexed import PairInfo
 from canzona_cli.data.tokenizers import TokenizerKind
-from canzona_cli.errors import ConfigError, Problem
-from canzona_cli.run.codec import load
+from canzona_cli.records.codec import load
 
 FORMAT: Literal[1] = 1
 _MOST_BAD_LINES: Final = 100

@@ -17,8 +17,8 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import Literal
 
-from canzona_cli.config.reading import expanded
-from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, Problem
+from canzona_cli.core.errors import CanzonaError, ConfigError, EnvironmentProblem, Problem
+from canzona_cli.core.reading import expanded
 
 InputFormat = Literal["auto", "text", "jsonl", "parquet"]
 

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
-from canzona_cli.config.reading import Unreadable, expanded, read_plain
-from canzona_cli.errors import ConfigError, Problem
-from canzona_cli.run.codec import Damaged, parse
+from canzona_cli.core.errors import ConfigError, Problem
+from canzona_cli.core.reading import Unreadable, expanded, read_plain
+from canzona_cli.records.codec import Damaged, parse
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer

@@ -8,24 +8,24 @@ from typing import Literal
 
 from canzona_cli.checkpoint.contents import saved_data, saved_run
 from canzona_cli.checkpoint.store import StoredCheckpoint
-from canzona_cli.cluster.gpus import with_layers_here
-from canzona_cli.cluster.possible import fill
-from canzona_cli.cluster.search import candidates
 from canzona_cli.config.changes import shape_problems
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.overrides import key_of, text_value
-from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.settings import problem_with
-from canzona_cli.costs.memory import GIB
+from canzona_cli.core.costs.gpus import with_layers_here
+from canzona_cli.core.costs.memory import GIB
+from canzona_cli.core.errors import CheckpointInvalid, ConfigError, DoesNotFit, Problem, refuse
+from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.core.simulate.possible import fill
+from canzona_cli.core.simulate.search import candidates
 from canzona_cli.data.corpus import ensure_corpus
-from canzona_cli.errors import CheckpointInvalid, ConfigError, DoesNotFit, Problem, refuse
 from canzona_cli.launch import preflight, torchrun
 from canzona_cli.launch.resumed_data import check_tokenizer, other_text
 from canzona_cli.launch.supervisor import run_ranks
 from canzona_cli.launch.view import TrainView
-from canzona_cli.run.codec import save
-from canzona_cli.run.corpus import PreparedCorpus
-from canzona_cli.run.records import Documents, Evaluation, Note, ResumePoint, StageEvent, read_evaluation
+from canzona_cli.records.codec import save
+from canzona_cli.records.corpus import PreparedCorpus
+from canzona_cli.records.records import Documents, Evaluation, Note, ResumePoint, StageEvent, read_evaluation
 
 WORKER_MODULE = "canzona_cli.training.evaluation"
 ROOT = "evals"

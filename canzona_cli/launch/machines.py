@@ -15,10 +15,10 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from canzona_cli.errors import EnvironmentProblem, ExitCode, Problem
+from canzona_cli.core.errors import EnvironmentProblem, ExitCode, Problem
 from canzona_cli.launch.outcome import Outcome, failed_outcome
-from canzona_cli.run.codec import load_if_valid, save
-from canzona_cli.run.files import RunFiles, read_json, write_json_atomic
+from canzona_cli.records.codec import load_if_valid, save
+from canzona_cli.records.files import RunFiles, read_json, write_json_atomic
 
 MEETING_PATIENCE_S = 300.0
 """The seconds within which all machines must arrive. Slurm starts a step's tasks together; starting them by

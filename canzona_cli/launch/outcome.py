@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from canzona_cli.checkpoint.store import CheckpointStore
-from canzona_cli.errors import (
+from canzona_cli.core.errors import (
     CanzonaError,
     CheckpointInvalid,
     ConfigError,
@@ -25,9 +25,9 @@ from canzona_cli.errors import (
     SaveFailed,
     WorkerCrashed,
 )
-from canzona_cli.run.files import RunFiles
-from canzona_cli.run.records import FAILURES, RankError, RankResult, RunResult, read_rank
-from canzona_cli.run.watchdog import MARK
+from canzona_cli.records.files import RunFiles
+from canzona_cli.records.records import FAILURES, RankError, RankResult, RunResult, read_rank
+from canzona_cli.records.watchdog import MARK
 
 _SECONDARY = re.compile(
     r"connection (was )?(reset|closed|refused|aborted)|broken pipe|socket timeout|timed out|connectfullmesh"
@@ -245,7 +245,7 @@ def _unwritten_text(results: Sequence[RankResult]) -> str:
     return f"could not write {', '.join(missing)}" if missing else ""
 
 
-_WAITS: Final = re.compile(r"torch/distributed/|canzona_cli/megatron/timers\.py|in timed_wait$")
+_WAITS: Final = re.compile(r"torch/distributed/|canzona_cli/core/megatron/timers\.py|in timed_wait$")
 """The innermost Python frames of a rank that waits for other ranks."""
 
 

@@ -7,12 +7,12 @@ from contextlib import suppress
 
 import psutil
 
-from canzona_cli.cluster import machine
-from canzona_cli.cluster.gpus import visible_gpus
-from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.settings import problem_with
-from canzona_cli.costs.memory import GIB, estimate
-from canzona_cli.errors import EnvironmentProblem, Problem, refuse
+from canzona_cli.core.costs import machine
+from canzona_cli.core.costs.gpus import visible_gpus
+from canzona_cli.core.costs.memory import GIB, estimate
+from canzona_cli.core.errors import EnvironmentProblem, Problem, refuse
+from canzona_cli.core.setup import Layout, RunConfig
 from canzona_cli.launch.torchrun import node_count, on_one_machine, port_in_use, ranks_per_node, worker_environment
 
 

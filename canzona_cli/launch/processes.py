@@ -10,9 +10,9 @@ from pathlib import Path
 
 import psutil
 
-from canzona_cli.config.schema import TrackerName
-from canzona_cli.run import orphan
-from canzona_cli.run.files import RunFiles
+from canzona_cli.core.setup import TrackerName
+from canzona_cli.records import orphan
+from canzona_cli.records.files import RunFiles
 
 PATIENCE_S = 30.0
 """The seconds that the trackers have, after a run ends, to send the remaining records."""
@@ -108,5 +108,5 @@ def run_trackers(
 def _start_tracker(
     files: RunFiles, name: TrackerName, start: int, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "canzona_cli.trackers.follow", str(files.root), name, str(start)]
+    command = [sys.executable, "-m", "canzona_cli.training.trackers.follow", str(files.root), name, str(start)]
     return start_child(command, environment=environment, log=files.tracker_log(name), stdin=subprocess.PIPE)

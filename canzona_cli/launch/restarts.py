@@ -16,16 +16,16 @@ from pathlib import Path
 from canzona_cli.checkpoint.manifest import step_of
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.config.overrides import text_value
-from canzona_cli.config.schema import RunConfig
-from canzona_cli.errors import ExitCode
+from canzona_cli.core.errors import ExitCode
+from canzona_cli.core.host import tool_output
+from canzona_cli.core.setup import RunConfig
 from canzona_cli.launch.outcome import Outcome
 from canzona_cli.launch.slurm import current_step
 from canzona_cli.launch.stop import Requests, stop_outcome
 from canzona_cli.launch.torchrun import node_count
-from canzona_cli.run.codec import save
-from canzona_cli.run.files import RunFiles, StopReason
-from canzona_cli.run.machine import tool_output
-from canzona_cli.run.words import duration, plural
+from canzona_cli.records.codec import save
+from canzona_cli.records.files import RunFiles, StopReason
+from canzona_cli.records.words import duration, plural
 
 FIRST_WAIT_S = 10.0
 LONGEST_WAIT_S = 600.0

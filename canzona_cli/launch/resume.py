@@ -11,20 +11,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from canzona_cli.checkpoint.contents import as_checkpoint_errors, saved_data, saved_run
+from canzona_cli.checkpoint.huggingface.folder import is_hugging_face, open_folder
 from canzona_cli.checkpoint.manifest import BEGINNING, NO_OPTIMIZER, Progress, step_name, step_of
 from canzona_cli.checkpoint.store import CheckpointStore, resolve
 from canzona_cli.config.changes import changes, shape_problems
-from canzona_cli.config.reading import Unreadable, expanded, read_plain
-from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.settings import problem_with
-from canzona_cli.errors import ConfigError, Problem, refuse
-from canzona_cli.huggingface.folder import is_hugging_face, open_folder
-from canzona_cli.model.families import family_problems
-from canzona_cli.run.codec import load_if_valid, read_lines
-from canzona_cli.run.corpus import DataPlan, samples_needed
-from canzona_cli.run.files import RunFiles, json_object, write_text_atomic
-from canzona_cli.run.records import ResumePoint, RunResult, ValidationLoss, read_layout
-from canzona_cli.run.words import layout_words
+from canzona_cli.core.errors import ConfigError, Problem, refuse
+from canzona_cli.core.model.families import family_problems
+from canzona_cli.core.reading import Unreadable, expanded, read_plain
+from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.records.codec import load_if_valid, read_lines
+from canzona_cli.records.corpus import DataPlan, samples_needed
+from canzona_cli.records.files import RunFiles, json_object, write_text_atomic
+from canzona_cli.records.records import ResumePoint, RunResult, ValidationLoss, read_layout
+from canzona_cli.records.words import layout_words
 
 _KEY = "checkpoint.resume"
 

@@ -6,9 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from canzona_cli.checkpoint.huggingface.folder import TOKENIZER
 from canzona_cli.config.overrides import override_text
-from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.settings import value_of
+from canzona_cli.core.errors import CanzonaError, ConfigError, Problem
+from canzona_cli.core.setup import Layout, RunConfig
 from canzona_cli.data.indexed import inspect_pair
 from canzona_cli.data.order import (
     Order,
@@ -21,11 +23,9 @@ from canzona_cli.data.order import (
 )
 from canzona_cli.data.sidecar import saved_tokenizer_path
 from canzona_cli.data.tokenizers import read_backend
-from canzona_cli.errors import CanzonaError, ConfigError, Problem
-from canzona_cli.huggingface.folder import TOKENIZER
 from canzona_cli.launch.resume import Resumption
-from canzona_cli.run.corpus import DataPlan, PreparedCorpus, PreparedSet, samples_needed
-from canzona_cli.run.words import clean
+from canzona_cli.records.corpus import DataPlan, PreparedCorpus, PreparedSet, samples_needed
+from canzona_cli.records.words import clean
 
 _MOST_COUNTED: Final = 50_000_000
 """The number of documents and samples up to which repeated tokens are counted, in about half a minute."""

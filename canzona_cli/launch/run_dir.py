@@ -15,11 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
-from canzona_cli.cluster.machine import installed_version, profile_mismatches
-from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.secrets import redact
 from canzona_cli.config.settings import problem_with
-from canzona_cli.errors import (
+from canzona_cli.core.costs.machine import installed_version, profile_mismatches
+from canzona_cli.core.errors import (
     CanzonaError,
     ConfigError,
     EnvironmentProblem,
@@ -28,20 +27,21 @@ from canzona_cli.errors import (
     machine_error,
     write_error,
 )
+from canzona_cli.core.host import existing_folder, tool_output
+from canzona_cli.core.model.matrices import Routing
+from canzona_cli.core.planner.plan import Plan
+from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.core.simulate.predict import predict
 from canzona_cli.launch.outcome import failed_outcome
 from canzona_cli.launch.resume import Resumption, choose_resumption, holds_run, next_free, resume_point, set_aside
 from canzona_cli.launch.stop import early_stop_outcome
 from canzona_cli.launch.torchrun import LaunchCommand
 from canzona_cli.launch.view import EarlierSteps
-from canzona_cli.model.matrices import Routing
-from canzona_cli.planner.plan import Plan
-from canzona_cli.run.breakdown import Prediction
-from canzona_cli.run.codec import read_lines, save
-from canzona_cli.run.corpus import PreparedCorpus
-from canzona_cli.run.files import RunFiles, write_json_atomic, write_text_atomic
-from canzona_cli.run.machine import existing_folder, tool_output
-from canzona_cli.run.records import StepMetrics, ValidationLoss
-from canzona_cli.simulate.predict import predict
+from canzona_cli.records.breakdown import Prediction
+from canzona_cli.records.codec import read_lines, save
+from canzona_cli.records.corpus import PreparedCorpus
+from canzona_cli.records.files import RunFiles, write_json_atomic, write_text_atomic
+from canzona_cli.records.records import StepMetrics, ValidationLoss
 
 _PACKAGES = ("canzona", "torch", "megatron-core", "emerging-optimizers", "transformer-engine", "numpy", "tokenizers")
 

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import problem_with
-from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
+from canzona_cli.core.errors import ConfigError, EnvironmentProblem, Problem
+from canzona_cli.core.host import tool_output
+from canzona_cli.core.setup import RunConfig
 from canzona_cli.launch.torchrun import node_count, port_in_use
-from canzona_cli.run.machine import tool_output
 
 FIRST_PORT = 20_000
 """The first of 10,000 ports for rendezvous. They are below the ports that the kernel gives to outgoing

@@ -16,9 +16,9 @@ from canzona_cli.checkpoint.commit import bytes_written
 from canzona_cli.checkpoint.manifest import hidden_name
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.checkpoint.verify import verify
-from canzona_cli.errors import CheckpointInvalid
+from canzona_cli.core.errors import CheckpointInvalid
 from canzona_cli.launch.outcome import Outcome, interrupted_outcome, unsaved_outcome
-from canzona_cli.run.files import RunFiles, StopReason
+from canzona_cli.records.files import RunFiles, StopReason
 
 _PREEMPTING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _INTERRUPTING = (signal.SIGINT, signal.SIGHUP)

@@ -6,8 +6,8 @@ at the end.
   signals that a batch system sends to every process.
 - The process tree is killed at once if training has not begun (there is nothing to save), on a second Ctrl-C
   (a third one during a save), or if the workers neither end nor write a checkpoint within the grace period.
-- Ranks that hang write their stacks to their logs and exit (`canzona_cli.run.watchdog`).
-- If the launcher itself is killed, the kernel kills torchrun and then the workers (`canzona_cli.run.orphan`).
+- Ranks that hang write their stacks to their logs and exit (`canzona_cli.records.watchdog`).
+- If the launcher itself is killed, the kernel kills torchrun and then the workers (`canzona_cli.records.orphan`).
 """
 
 import time
@@ -17,8 +17,8 @@ from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 import psutil
 
 from canzona_cli.config.compose import dump_resolved
-from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.errors import CanzonaError
+from canzona_cli.core.errors import CanzonaError
+from canzona_cli.core.setup import Layout, RunConfig
 from canzona_cli.launch import torchrun
 from canzona_cli.launch.machines import Machines
 from canzona_cli.launch.outcome import (
@@ -36,12 +36,12 @@ from canzona_cli.launch.run_dir import RunDirectory
 from canzona_cli.launch.stop import Requests, SaveWatch, checkpoint_to_resume, handle_signals
 from canzona_cli.launch.torchrun import LaunchCommand
 from canzona_cli.launch.view import Monitor, TrainView
-from canzona_cli.run.codec import record_dict, save
-from canzona_cli.run.corpus import PreparedCorpus
-from canzona_cli.run.files import RunFiles, StopReason, try_append_json_line
-from canzona_cli.run.records import FIRST_STAGE, Incident, StageEvent
-from canzona_cli.run.watchdog import VARIABLE
-from canzona_cli.run.words import plural
+from canzona_cli.records.codec import record_dict, save
+from canzona_cli.records.corpus import PreparedCorpus
+from canzona_cli.records.files import RunFiles, StopReason, try_append_json_line
+from canzona_cli.records.records import FIRST_STAGE, Incident, StageEvent
+from canzona_cli.records.watchdog import VARIABLE
+from canzona_cli.records.words import plural
 
 STOP_GRACE_S = 60.0
 """The seconds that the workers get to finish their step before they are killed."""

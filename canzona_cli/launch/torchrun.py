@@ -22,11 +22,11 @@ from pathlib import Path
 import psutil
 from packaging.version import Version
 
-from canzona_cli.cluster.gpus import gpu_inventory
-from canzona_cli.cluster.machine import LOOPBACK, installed_version
-from canzona_cli.config.schema import RunConfig
-from canzona_cli.run.files import RunFiles
-from canzona_cli.run.machine import cores
+from canzona_cli.core.costs.gpus import gpu_inventory
+from canzona_cli.core.costs.machine import LOOPBACK, installed_version
+from canzona_cli.core.host import cores
+from canzona_cli.core.setup import RunConfig
+from canzona_cli.records.files import RunFiles
 
 WORKER_MODULE = "canzona_cli.training.worker"
 _AGENT_MODULE = "canzona_cli.training.agent"

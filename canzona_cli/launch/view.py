@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from canzona_cli.run.codec import JsonLines, record_of
-from canzona_cli.run.files import RunFiles, try_append_json_line
-from canzona_cli.run.records import (
+from canzona_cli.records.codec import JsonLines, record_of
+from canzona_cli.records.files import RunFiles, try_append_json_line
+from canzona_cli.records.records import (
     Incident,
     Note,
     RunStatus,

@@ -9,19 +9,19 @@ import numpy as np
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from canzona_cli.config.schema import Execution, Layout, RunConfig
-from canzona_cli.engine.agreement import agree_on_plan
-from canzona_cli.engine.build import build_engine
-from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
-from canzona_cli.errors import EnvironmentProblem, refuse
-from canzona_cli.megatron import contract, instrument, model, optimizer, parallel
-from canzona_cli.megatron.experts import RoutingMeter
-from canzona_cli.megatron.model import Trainee
-from canzona_cli.megatron.parallel import World
-from canzona_cli.megatron.timers import PhaseTimer
-from canzona_cli.optimizers import cpu_matmuls
-from canzona_cli.planner.plan import Plan
-from canzona_cli.run.watchdog import PATIENCE, VARIABLE
+from canzona_cli.core.engine.agreement import agree_on_plan
+from canzona_cli.core.engine.build import build_engine
+from canzona_cli.core.engine.canzona_optimizer import CanzonaOptimizer
+from canzona_cli.core.errors import EnvironmentProblem, refuse
+from canzona_cli.core.megatron import contract, instrument, model, optimizer, parallel
+from canzona_cli.core.megatron.experts import RoutingMeter
+from canzona_cli.core.megatron.model import Trainee
+from canzona_cli.core.megatron.parallel import World
+from canzona_cli.core.megatron.timers import PhaseTimer
+from canzona_cli.core.optimizers import cpu_matmuls
+from canzona_cli.core.planner.plan import Plan
+from canzona_cli.core.setup import Execution, Layout, RunConfig
+from canzona_cli.records.watchdog import PATIENCE, VARIABLE
 
 
 def join(config: RunConfig, layout: Layout, *, alive: Callable[[], None] = lambda: None) -> World:

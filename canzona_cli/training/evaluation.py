@@ -7,9 +7,9 @@ validates runs.
 import sys
 from pathlib import Path
 
-from canzona_cli.run.codec import load, save
-from canzona_cli.run.files import RunFiles
-from canzona_cli.run.records import Ending, ResumePoint, read_layout
+from canzona_cli.records.codec import load, save
+from canzona_cli.records.files import RunFiles
+from canzona_cli.records.records import Ending, ResumePoint, read_layout
 from canzona_cli.training.process import IMPORTED_BY_ALL, run_rank
 from canzona_cli.training.records import Journal, RankRecord
 
@@ -21,13 +21,13 @@ def evaluate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     evaluation."""
     from canzona_cli.checkpoint.restore import load_weights, verify_together
     from canzona_cli.config.compose import load_resolved
+    from canzona_cli.core.errors import EnvironmentProblem, refuse
+    from canzona_cli.core.megatron import contract, parallel
+    from canzona_cli.core.megatron.model import Model, build_model
+    from canzona_cli.core.megatron.timers import PhaseTimer
     from canzona_cli.data.corpus import token_bytes
-    from canzona_cli.errors import EnvironmentProblem, refuse
-    from canzona_cli.megatron import contract, parallel
-    from canzona_cli.megatron.model import Model, build_model
-    from canzona_cli.megatron.timers import PhaseTimer
-    from canzona_cli.run.corpus import read_corpus
-    from canzona_cli.run.records import Evaluation, evaluation_file
+    from canzona_cli.records.corpus import read_corpus
+    from canzona_cli.records.records import Evaluation, evaluation_file
     from canzona_cli.training.assemble import join
     from canzona_cli.training.data import BatchStream, CountingStream, build_validation
     from canzona_cli.training.step import validate

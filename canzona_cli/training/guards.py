@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from canzona_cli.checkpoint.manifest import LossMemory
-from canzona_cli.config.schema import RunConfig, TrainConfig
-from canzona_cli.errors import Diverged, Problem
+from canzona_cli.core.errors import Diverged, Problem
+from canzona_cli.core.setup import RunConfig, TrainConfig
 
 WINDOW = 64
 """The number of recent losses with which a new loss is compared."""

@@ -10,12 +10,12 @@ from dataclasses import KW_ONLY, dataclass, replace
 import torch
 
 from canzona_cli.checkpoint.manifest import BEGINNING, Progress
-from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer, NonFiniteGradients
-from canzona_cli.errors import Diverged, Problem
-from canzona_cli.megatron.model import Trainee
-from canzona_cli.run.files import RunFiles
-from canzona_cli.run.records import Ending, StepMetrics, ValidationLoss
-from canzona_cli.run.words import plural
+from canzona_cli.core.engine.canzona_optimizer import CanzonaOptimizer, NonFiniteGradients
+from canzona_cli.core.errors import Diverged, Problem
+from canzona_cli.core.megatron.model import Trainee
+from canzona_cli.records.files import RunFiles
+from canzona_cli.records.records import Ending, StepMetrics, ValidationLoss
+from canzona_cli.records.words import plural
 from canzona_cli.training.data import BatchStream, Datasets
 from canzona_cli.training.guards import Divergence, DivergenceGuard, LossSpike, SpikeGuard
 from canzona_cli.training.measure import StepProfiler, StragglerWatch

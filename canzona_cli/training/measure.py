@@ -11,15 +11,15 @@ from typing import Final
 
 import torch
 
-from canzona_cli.config.execution import strategy_of
-from canzona_cli.config.schema import RunConfig
-from canzona_cli.megatron.parallel import World, gather
-from canzona_cli.megatron.timers import PhaseTimer, StepTiming
-from canzona_cli.model.families import flops_per_token
-from canzona_cli.run.breakdown import MeasuredBreakdown, PeakMemory, PhaseTime, RankTimes
-from canzona_cli.run.files import RunFiles
-from canzona_cli.run.phases import IN_STEP
-from canzona_cli.run.statistics import OverRanks, by_phase, load_balance, mean_phases
+from canzona_cli.core.megatron.parallel import World, gather
+from canzona_cli.core.megatron.timers import PhaseTimer, StepTiming
+from canzona_cli.core.model.families import flops_per_token
+from canzona_cli.core.phases import IN_STEP
+from canzona_cli.core.setup import RunConfig
+from canzona_cli.core.setup.execution import strategy_of
+from canzona_cli.records.breakdown import MeasuredBreakdown, PeakMemory, PhaseTime, RankTimes
+from canzona_cli.records.files import RunFiles
+from canzona_cli.records.statistics import OverRanks, by_phase, load_balance, mean_phases
 from canzona_cli.training.records import Journal
 
 WARM_UP_STEPS = 2

@@ -14,21 +14,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from canzona_cli.config.secrets import RedactingFormatter
-from canzona_cli.errors import EnvironmentProblem
-from canzona_cli.run.files import RunFiles
-from canzona_cli.run.orphan import die_with_parent
-from canzona_cli.run.records import FIRST_STAGE, Ending
-from canzona_cli.run.streams import guard
-from canzona_cli.run.words import plural
+from canzona_cli.core.errors import EnvironmentProblem
+from canzona_cli.records.files import RunFiles
+from canzona_cli.records.orphan import die_with_parent
+from canzona_cli.records.records import FIRST_STAGE, Ending
+from canzona_cli.records.streams import guard
+from canzona_cli.records.words import plural
 from canzona_cli.training.records import Journal, RankRecord
 
 if TYPE_CHECKING:  # a rank must report that it has started before it imports Megatron, which is slow
-    from canzona_cli.megatron.timers import PhaseTimer
+    from canzona_cli.core.megatron.timers import PhaseTimer
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """The signals that ask a rank to save and stop; batch systems send them before they kill a job."""
 IMPORTED_BY_ALL: Final = (
-    "canzona_cli.megatron.quick_import",  # must come before anything that imports Megatron
+    "canzona_cli.core.megatron.quick_import",  # must come before anything that imports Megatron
     "canzona_cli.training.assemble",
     "canzona_cli.config.compose",
     "torch._dynamo",  # torch's own optimizers import it in their first step
@@ -62,7 +62,7 @@ def run_rank(run_dir: Path, work: Work) -> NoReturn:
     Journal(files, writes=rank == 0).stage(FIRST_STAGE, plural(int(os.environ["WORLD_SIZE"]), "rank"))
     hush()
     try:
-        import canzona_cli.megatron.quick_import  # noqa: F401 - before anything imports Megatron
+        import canzona_cli.core.megatron.quick_import  # noqa: F401 - before anything imports Megatron
 
         ending = work(files, record, rank)
     except BaseException as error:

@@ -11,17 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from canzona_cli.config.secrets import redact, shown_value
-from canzona_cli.errors import CanzonaError, Diverged, EnvironmentProblem, ExitCode, Problem
-from canzona_cli.run.breakdown import MeasuredBreakdown
-from canzona_cli.run.codec import record_dict, save
-from canzona_cli.run.files import (
+from canzona_cli.core.errors import CanzonaError, Diverged, EnvironmentProblem, ExitCode, Problem
+from canzona_cli.records.breakdown import MeasuredBreakdown
+from canzona_cli.records.codec import record_dict, save
+from canzona_cli.records.files import (
     RunFiles,
     append_json_line,
     try_append_json_line,
     write_json_atomic,
     write_json_or_overwrite,
 )
-from canzona_cli.run.records import (
+from canzona_cli.records.records import (
     CheckpointEvent,
     Ending,
     Incident,
@@ -34,7 +34,7 @@ from canzona_cli.run.records import (
     StepMetrics,
     ValidationLoss,
 )
-from canzona_cli.run.watchdog import Stage, Watchdog
+from canzona_cli.records.watchdog import Stage, Watchdog
 
 _NOT_A_RUN = (
     "a worker needs a run directory that `canzona train` has made; start the run with `canzona train`, which also runs "

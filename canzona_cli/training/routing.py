@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from canzona_cli.config.schema import Layout, ModelConfig
+from canzona_cli.core.setup import Layout, ModelConfig
 from canzona_cli.training.records import Journal
 
 WINDOW: Final = 100

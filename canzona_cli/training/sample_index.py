@@ -22,11 +22,11 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 
+from canzona_cli.core.errors import EnvironmentProblem, Problem, refuse, write_error
+from canzona_cli.core.megatron.parallel import gather
 from canzona_cli.data.indexed import inspect_pair
 from canzona_cli.data.locks import exclusive_lock
-from canzona_cli.errors import EnvironmentProblem, Problem, refuse, write_error
-from canzona_cli.megatron.parallel import gather
-from canzona_cli.run.corpus import PreparedCorpus, PreparedSet
+from canzona_cli.records.corpus import PreparedCorpus, PreparedSet
 
 _HASHES: Final = "files.json"
 """The file of an index with the hashes of its other files. It is written last."""

@@ -19,11 +19,11 @@ from canzona_cli.checkpoint.commit import abandon, begin, bytes_written, finish,
 from canzona_cli.checkpoint.manifest import Header, Progress, Shard, partial_path, step_name
 from canzona_cli.checkpoint.snapshot import Snapshots
 from canzona_cli.checkpoint.store import CheckpointStore
-from canzona_cli.errors import Problem, SaveFailed
-from canzona_cli.megatron.model import Trainee
-from canzona_cli.megatron.parallel import gather
-from canzona_cli.run.files import RunFiles
-from canzona_cli.run.records import CheckpointEvent
+from canzona_cli.core.errors import Problem, SaveFailed
+from canzona_cli.core.megatron.model import Trainee
+from canzona_cli.core.megatron.parallel import gather
+from canzona_cli.records.files import RunFiles
+from canzona_cli.records.records import CheckpointEvent
 from canzona_cli.training.records import Journal
 
 _PATIENCE_S: Final = 600.0

@@ -11,13 +11,13 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_batch_on_this_cp_rank
 
-from canzona_cli.config.schema import RunConfig
+from canzona_cli.core.engine.canzona_optimizer import CanzonaOptimizer, NonFiniteGradients
+from canzona_cli.core.megatron.model import Model, Trainee
+from canzona_cli.core.megatron.timers import PhaseTimer
+from canzona_cli.core.setup import RunConfig
 from canzona_cli.data.corpus import tokenizer_of
 from canzona_cli.data.tokenizers import Tokenizer
-from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer, NonFiniteGradients
-from canzona_cli.megatron.model import Model, Trainee
-from canzona_cli.megatron.timers import PhaseTimer
-from canzona_cli.run.corpus import PreparedCorpus
+from canzona_cli.records.corpus import PreparedCorpus
 from canzona_cli.training.data import Batch, padded_micro_batches
 from canzona_cli.training.routing import Routing
 

@@ -4,9 +4,9 @@ import json
 import sys
 from pathlib import Path
 
-from canzona_cli.run.codec import load_if_valid, record_dict
-from canzona_cli.run.files import RunFiles
-from canzona_cli.run.records import Ending, ResumePoint, read_layout
+from canzona_cli.records.codec import load_if_valid, record_dict
+from canzona_cli.records.files import RunFiles
+from canzona_cli.records.records import Ending, ResumePoint, read_layout
 from canzona_cli.training.process import IMPORTED_BY_ALL, count_host_waits, run_rank
 from canzona_cli.training.records import Journal, RankRecord
 
@@ -14,7 +14,7 @@ SLOW_IMPORTS = (
     *IMPORTED_BY_ALL,
     "canzona_cli.training.loop",
     "canzona_cli.checkpoint.restore",
-    "canzona_cli.planner.plan_file",
+    "canzona_cli.core.planner.plan_file",
 )
 """The modules that `training.agent` imports before it forks the ranks."""
 
@@ -24,13 +24,13 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     beginning."""
     from canzona_cli.checkpoint.restore import restore, verify_together
     from canzona_cli.config.compose import load_resolved
-    from canzona_cli.config.schema import Execution
-    from canzona_cli.errors import Diverged, WorkerCrashed
-    from canzona_cli.megatron import owner_bucket_group, parallel
-    from canzona_cli.planner.plan_file import read_plan
-    from canzona_cli.run.corpus import DATA_FILE, DataPlan, read_corpus
-    from canzona_cli.run.records import write_timeline
-    from canzona_cli.run.words import jsonable
+    from canzona_cli.core.errors import Diverged, WorkerCrashed
+    from canzona_cli.core.megatron import owner_bucket_group, parallel
+    from canzona_cli.core.planner.plan_file import read_plan
+    from canzona_cli.core.setup import Execution
+    from canzona_cli.records.corpus import DATA_FILE, DataPlan, read_corpus
+    from canzona_cli.records.records import write_timeline
+    from canzona_cli.records.words import jsonable
     from canzona_cli.training.assemble import assemble, join
     from canzona_cli.training.data import build_datasets, plan_data
     from canzona_cli.training.loop import Start, Training

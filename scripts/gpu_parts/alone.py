@@ -9,13 +9,13 @@ from typing import Final, get_args
 
 import torch
 
-from canzona_cli.calibrate.compute import Group, Variant
-from canzona_cli.calibrate.fast_paths import Compared, compare
-from canzona_cli.calibrate.timing import Team
+from canzona_cli.bench.calibrate.compute import Group, Variant
+from canzona_cli.bench.calibrate.fast_paths import Compared, compare
+from canzona_cli.bench.calibrate.timing import Team
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.schema import RunConfig
-from canzona_cli.costs.update import algorithm_of, flops, seconds
-from canzona_cli.run.statistics import Quartiles
+from canzona_cli.core.costs.update import algorithm_of, flops, seconds
+from canzona_cli.core.setup import RunConfig
+from canzona_cli.records.statistics import Quartiles
 from gpu_parts.outcome import Comparison, Outcome, Setup
 
 COMPARED: Final[tuple[Compared, ...]] = get_args(Compared)

@@ -6,9 +6,9 @@ from typing import Final, Literal
 
 import yaml
 
-from canzona_cli.cluster.machine import install_fused_layers
 from canzona_cli.config.compose import compose_run
-from canzona_cli.planner.plan_file import read_plan
+from canzona_cli.core.costs.machine import install_fused_layers
+from canzona_cli.core.planner.plan_file import read_plan
 from gpu_parts.losses import Distance, compare_curves
 from gpu_parts.outcome import Comparison, Outcome, Setup, Status
 from gpu_parts.runs import Run, finish, on_device, run, start, train

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
-from canzona_cli.config.schema import Device, FastPath
+from canzona_cli.core.setup import Device, FastPath
 
 VERSION = 2
 """The version of the JSON file."""

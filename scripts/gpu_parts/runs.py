@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from canzona_cli.run.breakdown import Breakdown, load_breakdown
-from canzona_cli.run.codec import read_lines
-from canzona_cli.run.files import RunFiles
-from canzona_cli.run.records import StepMetrics
+from canzona_cli.records.breakdown import Breakdown, load_breakdown
+from canzona_cli.records.codec import read_lines
+from canzona_cli.records.files import RunFiles
+from canzona_cli.records.records import StepMetrics
 from gpu_parts.losses import Curve
 from gpu_parts.outcome import Setup
 from gpu_parts.traces import Event
@@ -86,7 +86,7 @@ def start(setup: Setup, name: str, *arguments: str) -> subprocess.Popen[bytes]:
     """Starts a command whose output is written to `<name>.log`."""
     print(f"canzona {' '.join(arguments)}", flush=True)
     with _log(setup, name).open("wb") as log:
-        command = [sys.executable, "-W", "ignore", "-m", "canzona_cli.app", *arguments]
+        command = [sys.executable, "-W", "ignore", "-m", "canzona_cli.cli.app", *arguments]
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
 

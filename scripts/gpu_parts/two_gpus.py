@@ -9,8 +9,8 @@ from collections import Counter
 from pathlib import Path
 from typing import get_args
 
-from canzona_cli.config.schema import Mode
-from canzona_cli.planner.plan_file import read_plan
+from canzona_cli.core.planner.plan_file import read_plan
+from canzona_cli.core.setup import Mode
 from gpu_parts.losses import compare_curves
 from gpu_parts.one_gpu import DOUBTED, against_cpu, continued, profiled
 from gpu_parts.outcome import Outcome, Setup, Status

@@ -17,12 +17,12 @@ from typing import Final
 
 import torch
 
-from canzona_cli.calibrate.compute import Group, Variant, expected_seconds, shapes, update_samples, variants
-from canzona_cli.calibrate.timing import Team
+from canzona_cli.bench.calibrate.compute import Group, Variant, expected_seconds, shapes, update_samples, variants
+from canzona_cli.bench.calibrate.timing import Team
 from canzona_cli.config.compose import compose_run
-from canzona_cli.costs.update import algorithm_of, flops, work
-from canzona_cli.optimizers.matrix_optimizer import matmul_precision
-from canzona_cli.run.statistics import Quartiles
+from canzona_cli.core.costs.update import algorithm_of, flops, work
+from canzona_cli.core.optimizers.matrix_optimizer import matmul_precision
+from canzona_cli.records.statistics import Quartiles
 from gpu_parts.alone import lone_team
 from gpu_parts.outcome import Outcome, Setup
 

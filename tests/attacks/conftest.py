@@ -6,9 +6,9 @@ from types import MappingProxyType
 
 import pytest
 
-from canzona_cli.run.files import RunFiles
+from canzona_cli.records.files import RunFiles
 from tests.attacks.victim import TINY, Attack, Streams, Victim, attacked
-from tests.commands.support import canzona, start_stand_in
+from tests.cli.commands.support import canzona, start_stand_in
 
 
 @pytest.fixture(scope="session", autouse=True)

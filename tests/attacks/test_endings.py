@@ -13,8 +13,8 @@ import pytest
 
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.checkpoint.verify import verify
-from canzona_cli.run import streams
-from canzona_cli.run.files import RunFiles, read_json
+from canzona_cli.records import streams
+from canzona_cli.records.files import RunFiles, read_json
 from tests.attacks.victim import FULL, Attack, Streams, Victim, attacked, steps
 
 

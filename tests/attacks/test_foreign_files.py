@@ -14,19 +14,19 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors import SafetensorError, safe_open
 
+from canzona_cli.checkpoint.huggingface.folder import compose_from_folder, open_folder
+from canzona_cli.checkpoint.huggingface.foreign import config_json, tensor_names
+from canzona_cli.checkpoint.huggingface.weights import copy_file
 from canzona_cli.checkpoint.manifest import tensor_bytes
-from canzona_cli.config.schema import ModelConfig
+from canzona_cli.core.errors import CanzonaError, ConfigError
+from canzona_cli.core.model.geometry import unit_shape
+from canzona_cli.core.setup import ModelConfig
 from canzona_cli.data import reading
 from canzona_cli.data.reading import Reader, ReadSettings, pieces
 from canzona_cli.data.sidecar import Tally
 from canzona_cli.data.sources import find_sources
 from canzona_cli.data.tokenizers import load_json_tokenizer
-from canzona_cli.errors import CanzonaError, ConfigError
-from canzona_cli.huggingface.folder import compose_from_folder, open_folder
-from canzona_cli.huggingface.foreign import config_json, tensor_names
-from canzona_cli.huggingface.weights import copy_file
-from canzona_cli.model.geometry import unit_shape
-from tests.commands.support import canzona
+from tests.cli.commands.support import canzona
 from tests.refusals import refused
 from tests.sizes import model
 

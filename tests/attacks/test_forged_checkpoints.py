@@ -12,17 +12,17 @@ from canzona_cli.checkpoint.manifest import Scalar
 from canzona_cli.checkpoint.restore import restore, state_mismatch, verify_together
 from canzona_cli.checkpoint.store import CheckpointStore, choose
 from canzona_cli.checkpoint.verify import read_manifest
-from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.errors import CheckpointInvalid
+from canzona_cli.cli.views.checkpoint import verify_all
+from canzona_cli.core.errors import CheckpointInvalid
+from canzona_cli.core.planner.plan import Plan
+from canzona_cli.core.setup import Layout, RunConfig
 from canzona_cli.launch.resume import choose_resumption
-from canzona_cli.planner.plan import Plan
-from canzona_cli.report.checkpoint import verify_all
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step
 from tests.attacks import forge
 from tests.attacks.test_odd_files import LAUGHS as BOMB
 from tests.checkpoint.checkpoints import save as save_small
-from tests.commands.support import canzona
+from tests.cli.commands.support import canzona
 from tests.dist.jobs import build, planned
 from tests.dist.ranks import run_ranks
 from tests.dist.samples import samples_of

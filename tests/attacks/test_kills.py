@@ -13,9 +13,9 @@ import pytest
 
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.checkpoint.verify import verify
-from canzona_cli.run.codec import load_if_valid
-from canzona_cli.run.files import RunFiles, read_json
-from canzona_cli.run.records import ResumePoint
+from canzona_cli.records.codec import load_if_valid
+from canzona_cli.records.files import RunFiles, read_json
+from canzona_cli.records.records import ResumePoint
 from tests.faults.support import TrainingRun, alive
 
 LAUNCHES_KILLED = 6

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run, load_resolved
-from canzona_cli.config.reading import MOST_VALUES
 from canzona_cli.config.tree import list_recipes
-from canzona_cli.errors import CanzonaError, ConfigError
-from canzona_cli.model.shapes import load_shapes
-from canzona_cli.planner.plan import Plan, content_hash
-from canzona_cli.planner.plan_file import obtain_plan, read_plan
-from canzona_cli.run.codec import load_if_valid, read_lines
-from canzona_cli.run.records import RunResult, StepMetrics, read_layout
+from canzona_cli.core.errors import CanzonaError, ConfigError
+from canzona_cli.core.model.shapes import load_shapes
+from canzona_cli.core.planner.plan import Plan, content_hash
+from canzona_cli.core.planner.plan_file import obtain_plan, read_plan
+from canzona_cli.core.reading import MOST_VALUES
+from canzona_cli.core.simulate.fit import resolve
+from canzona_cli.records.codec import load_if_valid, read_lines
+from canzona_cli.records.records import RunResult, StepMetrics, read_layout
 from tests.attacks.cases import mostly
-from tests.commands.support import canzona
+from tests.cli.commands.support import canzona
 from tests.refusals import refused
 
 RUN = compose_run(["recipe=tiny", "gpus=4", "parallel.tp=2"]).config

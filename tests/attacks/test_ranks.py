@@ -4,9 +4,9 @@ import os
 import sys
 from io import FileIO, TextIOWrapper
 
-import canzona_cli.megatron.quick_import  # noqa: F401 - which the rank, a fork of this process, need not import then
-from canzona_cli.run.files import RunFiles
-from canzona_cli.run.records import Ending, read_rank
+import canzona_cli.core.megatron.quick_import  # noqa: F401 - which the rank, a fork of this process, need not import then
+from canzona_cli.records.files import RunFiles
+from canzona_cli.records.records import Ending, read_rank
 from canzona_cli.training.process import run_rank
 from canzona_cli.training.records import RankRecord
 from tests.attacks.victim import FULL, Streams, Victim, become

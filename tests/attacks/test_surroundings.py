@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.cluster.doctor import network
-from canzona_cli.run.files import RunFiles
+from canzona_cli.launch.doctor import network
+from canzona_cli.records.files import RunFiles
 from tests.attacks.victim import TINY, Attack, Streams, Victim, attacked
 
 LONG = "x" * 300

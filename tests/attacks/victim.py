@@ -14,9 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import canzona_cli.app
-from canzona_cli.run.files import RunFiles
-from tests.commands.support import importable
+import canzona_cli.cli.app
+from canzona_cli.records.files import RunFiles
+from tests.cli.commands.support import importable
 from tests.waiting import PATIENCE_S
 
 FULL = "/dev/full"
@@ -105,7 +105,7 @@ def attacked(
     code = 1
     try:
         become([str(argument) for argument in arguments], streams, cwd, environment or {}, before)
-        canzona_cli.app.main()
+        canzona_cli.cli.app.main()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from canzona_cli.bench.results import BenchResult, Measured, Predicted, StrategyBench
-from canzona_cli.config.execution import AnyStrategy
-from canzona_cli.run.statistics import OverRanks
+from canzona_cli.core.setup.execution import AnyStrategy
+from canzona_cli.records.statistics import OverRanks
 from tests.sizes import layout
 
 PHASES = {

@@ -14,8 +14,8 @@ from canzona_cli.bench.results import (
     check_losses,
     disagreements,
 )
-from canzona_cli.config.execution import AnyStrategy
-from canzona_cli.errors import ExitCode
+from canzona_cli.core.errors import ExitCode
+from canzona_cli.core.setup.execution import AnyStrategy
 from tests.bench.benches import bench, with_measured
 
 LOSSES = (5.7, 5.6, 5.0, 4.4)

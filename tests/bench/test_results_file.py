@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.bench.results import BenchResult, content_of, save
-from canzona_cli.run.codec import parse
-from canzona_cli.run.statistics import Quartiles
+from canzona_cli.records.codec import parse
+from canzona_cli.records.statistics import Quartiles
 from tests.bench.benches import bench, of_rounds, with_measured
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from canzona_cli.bench.lineup import Entrant, LineUp, make_sittings
 from canzona_cli.bench.options import Options, read_options
 from canzona_cli.bench.session import Session, prepare
-from canzona_cli.config.execution import AnyStrategy, tp_mode_of
-from canzona_cli.costs.memory import GIB
+from canzona_cli.core.costs.memory import GIB
+from canzona_cli.core.setup.execution import AnyStrategy, tp_mode_of
 from tests.refusals import refused
 
 TINY = ("recipe=tiny", "gpus=4", "parallel.tp=2")

@@ -7,20 +7,20 @@ from dataclasses import asdict, replace
 import pytest
 
 from canzona_cli.bench.simulated import MOST_GPUS, Simulation, parse_gpus, run_simulation
-from canzona_cli.cluster.fit import resolve
+from canzona_cli.cli.views.bench_simulated import SimulationView
+from canzona_cli.cli.views.document import document
 from canzona_cli.config.compose import compose_run
-from canzona_cli.costs.memory import estimate
-from canzona_cli.errors import ConfigError
-from canzona_cli.report.bench_simulated import SimulationView
-from canzona_cli.report.document import document
-from canzona_cli.run.phases import STRATEGIES
-from canzona_cli.run.words import MISSING, json_text, layout_code
-from canzona_cli.simulate.compare import assumptions, study_run
-from tests.commands.support import loads_none_of
+from canzona_cli.core.costs.memory import estimate
+from canzona_cli.core.errors import ConfigError
+from canzona_cli.core.phases import STRATEGIES
+from canzona_cli.core.simulate.compare import assumptions, study_run
+from canzona_cli.core.simulate.fit import resolve
+from canzona_cli.records.words import MISSING, json_text, layout_code
+from tests.cli.commands.support import loads_none_of
+from tests.cli.views.html_page import read_page
+from tests.cli.views.terminal import line_of
+from tests.cli.views.test_bench import shown
 from tests.refusals import refused
-from tests.report.html_page import read_page
-from tests.report.terminal import line_of
-from tests.report.test_bench import shown
 
 
 @pytest.mark.parametrize(
@@ -241,5 +241,5 @@ def test_a_page_draws_iteration_optimizer_and_overhead_of_every_size(muon: Simul
 
 
 def test_simulating_needs_no_torch() -> None:
-    reports = ", ".join(f"canzona_cli.report.{name}" for name in ("bench", "bench_simulated"))
+    reports = ", ".join(f"canzona_cli.cli.views.{name}" for name in ("bench", "bench_simulated"))
     loads_none_of(("torch", "megatron", "jinja2", "numpy"), f"import canzona_cli.bench.simulated, {reports}")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.bench.sitting import Samples, StepSample, Turns, read_samples, summarise, write_samples
-from canzona_cli.run.files import RunFiles
+from canzona_cli.records.files import RunFiles
 
 
 def step(step_s: float, *, update: float = 0.0, norm: float = 0.0, exchange: float = 0.0) -> StepSample:

@@ -14,7 +14,7 @@ from canzona_cli.checkpoint.commit import abandon, begin, bytes_written, finish,
 from canzona_cli.checkpoint.manifest import Scalar, Shard, partial_path, tensor_bytes
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.checkpoint.verify import foreign_files, verify
-from canzona_cli.errors import CanzonaError, ExitCode, SaveFailed
+from canzona_cli.core.errors import CanzonaError, ExitCode, SaveFailed
 from tests.checkpoint.checkpoints import RANKS, TEXTS, buffer, header, manifest_of, save, shard
 
 

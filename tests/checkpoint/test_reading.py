@@ -13,9 +13,9 @@ from canzona_cli.checkpoint.manifest import Buffer, Piece, Shard
 from canzona_cli.checkpoint.reader import Reader
 from canzona_cli.checkpoint.snapshot import Holding, Part, assign_writers
 from canzona_cli.checkpoint.verify import read_manifest, verify
-from canzona_cli.config.schema import ModelConfig
-from canzona_cli.errors import CheckpointInvalid
-from canzona_cli.model.families import EMBEDDING
+from canzona_cli.core.errors import CheckpointInvalid
+from canzona_cli.core.model.families import EMBEDDING
+from canzona_cli.core.setup import ModelConfig
 from tests.checkpoint.checkpoints import header
 from tests.dist.saved import resolve
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from canzona_cli.checkpoint.snapshot import PINNED_SHARE, Snapshots
-from canzona_cli.megatron.model import Trainee
+from canzona_cli.core.megatron.model import Trainee
 
 KIB = 1 << 10
 

@@ -10,7 +10,7 @@ import pytest
 from canzona_cli.checkpoint.manifest import partial_path, step_name, step_of
 from canzona_cli.checkpoint.store import CheckpointStore, resolve
 from canzona_cli.checkpoint.verify import previous_usable
-from canzona_cli.errors import CanzonaError, CheckpointInvalid
+from canzona_cli.core.errors import CanzonaError, CheckpointInvalid
 from tests.checkpoint.checkpoints import manifest_of, names, save
 from tests.refusals import refused
 

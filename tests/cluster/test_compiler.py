@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.cluster.machine import missing_for_compiling
+from canzona_cli.core.costs.machine import missing_for_compiling
 
 
 @pytest.fixture

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from canzona_cli.cluster import fit
-from canzona_cli.cluster.possible import BATCH_TOLERANCE
-from canzona_cli.cluster.search import any_fits, candidates
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.layout_rules import layout_problems
-from canzona_cli.config.schema import Layout, ParallelConfig, RunConfig
-from canzona_cli.costs.memory import estimate
-from canzona_cli.errors import ConfigError, DoesNotFit
+from canzona_cli.core.costs.memory import estimate
+from canzona_cli.core.errors import ConfigError, DoesNotFit
+from canzona_cli.core.setup import Layout, ParallelConfig, RunConfig
+from canzona_cli.core.setup.layout_rules import layout_problems
+from canzona_cli.core.simulate import fit
+from canzona_cli.core.simulate.possible import BATCH_TOLERANCE
+from canzona_cli.core.simulate.search import any_fits, candidates
 from tests.refusals import refused
 from tests.sizes import Size, run
 

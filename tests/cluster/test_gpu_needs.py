@@ -13,10 +13,11 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from canzona_cli.cluster import doctor, gpus, machine
-from canzona_cli.cluster.fit import resolve
-from canzona_cli.cluster.gpus import GpuInfo
-from canzona_cli.cluster.machine import (
+from canzona_cli.config.compose import compose_run
+from canzona_cli.config.profiles import profile_warnings
+from canzona_cli.core.costs import gpus, machine
+from canzona_cli.core.costs.gpus import GpuInfo
+from canzona_cli.core.costs.machine import (
     backend_problem,
     driver_cuda,
     driver_problem,
@@ -27,10 +28,9 @@ from canzona_cli.cluster.machine import (
     missing_torch_features,
     torch_cuda,
 )
-from canzona_cli.cluster.profiles import profile_warnings
-from canzona_cli.config.compose import compose_run
-from canzona_cli.errors import EnvironmentProblem, Problem
-from canzona_cli.launch import preflight
+from canzona_cli.core.errors import EnvironmentProblem, Problem
+from canzona_cli.core.simulate.fit import resolve
+from canzona_cli.launch import doctor, preflight
 from tests.faults.support import LAYOUT, run_config
 
 Driver = Callable[[int], None]

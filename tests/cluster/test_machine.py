@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.cluster.gpus import GpuInfo, installed_gpus, read_proc, read_smi, select
-from canzona_cli.cluster.machine import machine_facts, profile_mismatches
-from canzona_cli.cluster.profiles import profile_warnings
-from canzona_cli.config.schema import ClusterConfig
-from canzona_cli.run.machine import cores
+from canzona_cli.config.profiles import profile_warnings
+from canzona_cli.core.costs.gpus import GpuInfo, installed_gpus, read_proc, read_smi, select
+from canzona_cli.core.costs.machine import machine_facts, profile_mismatches
+from canzona_cli.core.host import cores
+from canzona_cli.core.setup import ClusterConfig
 from tests.sizes import CPU, H100
 
 

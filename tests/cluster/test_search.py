@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from canzona_cli.cluster import fit, possible, search
-from canzona_cli.cluster.possible import fill
-from canzona_cli.cluster.search import candidates
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.execution import with_strategy
-from canzona_cli.config.schema import Execution, Layout, ParallelConfig, RunConfig, Strategy
-from canzona_cli.costs.memory import capacity, estimate
-from canzona_cli.errors import ConfigError, DoesNotFit
-from canzona_cli.model.matrices import matrices
-from canzona_cli.planner.make import make_plan
-from canzona_cli.simulate.estimate import estimated_step_seconds, least_step_seconds
-from canzona_cli.simulate.predict import simulate_run
+from canzona_cli.core.costs.memory import capacity, estimate
+from canzona_cli.core.errors import ConfigError, DoesNotFit
+from canzona_cli.core.model.matrices import matrices
+from canzona_cli.core.planner.make import make_plan
+from canzona_cli.core.setup import Execution, Layout, ParallelConfig, RunConfig, Strategy
+from canzona_cli.core.setup.execution import with_strategy
+from canzona_cli.core.simulate import fit, possible, search
+from canzona_cli.core.simulate.estimate import estimated_step_seconds, least_step_seconds
+from canzona_cli.core.simulate.possible import fill
+from canzona_cli.core.simulate.predict import simulate_run
+from canzona_cli.core.simulate.search import candidates
 from tests.sizes import Size, run
 
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run, dump_resolved
-from canzona_cli.errors import ConfigError
+from canzona_cli.core.errors import ConfigError
+from canzona_cli.core.simulate import fit
 from tests.refusals import refused
 
 OWN = ("recipe=tiny", "optimizer=custom", "optimizer.source=torch.optim:SGD", "optimizer.allow=[torch]")

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.calibrate.calibrate import profile_text
-from canzona_cli.cluster.profiles import profile_warnings
+from canzona_cli.bench.calibrate.calibrate import profile_text
 from canzona_cli.config.completion import complete_override
 from canzona_cli.config.compose import compose_run, dump_resolved
+from canzona_cli.config.profiles import profile_warnings
 from canzona_cli.config.recipes import builtin_recipes_dir
-from canzona_cli.errors import Problem
-from tests.calibrate.calibrations import calibration, cut_off, written
+from canzona_cli.core.errors import Problem
+from tests.bench.calibrate.calibrations import calibration, cut_off, written
 from tests.refusals import refused
 
 CPU_PROFILE = (builtin_recipes_dir() / "cluster" / "cpu.yaml").read_text(encoding="utf-8")

@@ -8,9 +8,9 @@ import yaml
 
 from canzona_cli.config.compose import compose_run, dump_resolved, load_resolved
 from canzona_cli.config.recipes import RECIPES_DIR_VARIABLE, REMOVED_OPTIMIZERS, builtin_recipes_dir, group_options
-from canzona_cli.config.schema import AdamWConfig, CustomConfig, KroneckerConfig, MuonConfig
 from canzona_cli.config.tree import list_recipes
-from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.core.errors import ConfigError, Problem
+from canzona_cli.core.setup import AdamWConfig, CustomConfig, KroneckerConfig, MuonConfig
 from tests.refusals import refused
 
 BUILTIN = [*group_options("recipe", [builtin_recipes_dir()])]

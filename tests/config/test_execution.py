@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from canzona_cli.config.execution import AnyStrategy, strategy_of, with_strategy
-from canzona_cli.config.schema import (
+from canzona_cli.core.setup import (
     AdamWConfig,
     CustomConfig,
     Execution,
@@ -14,6 +13,7 @@ from canzona_cli.config.schema import (
     ShampooConfig,
     Strategy,
 )
+from canzona_cli.core.setup.execution import AnyStrategy, strategy_of, with_strategy
 from tests import sizes
 
 MUON = MuonConfig(name="muon", lr=1e-3)

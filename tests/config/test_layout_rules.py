@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from canzona_cli.config.layout_rules import divisors, layout_problems, possible_tp
-from canzona_cli.config.schema import RunConfig
+from canzona_cli.core.setup import RunConfig
+from canzona_cli.core.setup.layout_rules import divisors, layout_problems, possible_tp
 from tests.sizes import model, run
 
 

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from canzona_cli.cluster.fit import resolve
-from canzona_cli.cluster.profiles import list_profiles
 from canzona_cli.config.compose import compose_run
-from canzona_cli.errors import ConfigError
-from canzona_cli.simulate.predict import simulate_run
-from tests.planner.planning import grid
+from canzona_cli.config.profiles import list_profiles
+from canzona_cli.core.errors import ConfigError
+from canzona_cli.core.simulate.fit import resolve
+from canzona_cli.core.simulate.predict import simulate_run
+from tests.core.planner.planning import grid
 from tests.refusals import refused
 
 H100 = ("recipe=qwen3-8b", "gpus=64")

@@ -7,7 +7,7 @@ import pytest
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.overrides import parse_overrides
 from canzona_cli.config.recipes import short_recipe_text
-from canzona_cli.errors import ConfigError
+from canzona_cli.core.errors import ConfigError
 
 CUSTOM = ("optimizer=custom", "optimizer.source=torch.optim:SGD", "optimizer.allow=[torch]")
 

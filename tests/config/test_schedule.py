@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from canzona_cli.cluster import fit
-from canzona_cli.cluster.fit import swept_runs
 from canzona_cli.config.changes import changes
 from canzona_cli.config.compose import compose_run, dump_resolved
-from canzona_cli.config.schema import DecayStyle, RunConfig
-from canzona_cli.errors import ConfigError
-from canzona_cli.megatron.optimizer import build_schedule
+from canzona_cli.core.errors import ConfigError
+from canzona_cli.core.megatron.optimizer import build_schedule
+from canzona_cli.core.setup import DecayStyle, RunConfig
+from canzona_cli.core.simulate import fit
+from canzona_cli.core.simulate.fit import swept_runs
 
 LR, MIN_LR, STEPS, WARMUP, WSD_DECAY = 3e-3, 2e-4, 100, 10, 30
 

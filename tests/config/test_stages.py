@@ -5,8 +5,8 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from canzona_cli.config.schema import Mesh
-from canzona_cli.config.stages import (
+from canzona_cli.core.setup import Mesh
+from canzona_cli.core.setup.stages import (
     chunk_layers,
     count_parts_as_layers,
     most_layers,

@@ -9,7 +9,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.sweep import MOST_RUNS, combinations
-from canzona_cli.errors import ConfigError
+from canzona_cli.core.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.recipes import builtin_recipes_dir
 from canzona_cli.config.tree import compose_files, list_recipes
-from canzona_cli.errors import ConfigError
+from canzona_cli.core.errors import ConfigError
 
 
 def test_each_line_agrees_with_the_composed_recipe(tmp_path: Path) -> None:

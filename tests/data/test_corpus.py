@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.schema import RunConfig
+from canzona_cli.core.errors import EnvironmentProblem
+from canzona_cli.core.setup import RunConfig
+from canzona_cli.core.simulate.fit import resolve
 from canzona_cli.data.build import BuiltPair
 from canzona_cli.data.corpus import ensure_corpus, token_bytes, tokenizer_of
 from canzona_cli.data.indexed import bin_path, idx_path, inspect_pair
@@ -20,8 +21,7 @@ from canzona_cli.data.locks import Busy, exclusive_lock
 from canzona_cli.data.prepare import PrepareRequest, prepare
 from canzona_cli.data.sidecar import saved_tokenizer_path, sidecar_path
 from canzona_cli.data.sources import stdlib_sources
-from canzona_cli.errors import EnvironmentProblem
-from canzona_cli.run.corpus import supply
+from canzona_cli.records.corpus import supply
 from tests.refusals import refused
 from tests.waiting import PATIENCE_S
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from canzona_cli.core.errors import ConfigError
 from canzona_cli.data.indexed import PairWriter, bin_path, idx_path, inspect_pair
 from canzona_cli.data.tokenizers import TokenArray
-from canzona_cli.errors import ConfigError
 from tests.refusals import refused
 
 Document = Sequence[Sequence[int]]  # sequences of ids

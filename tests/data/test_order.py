@@ -15,9 +15,9 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 from canzona_cli.data.indexed import PairInfo, inspect_pair
 from canzona_cli.data.order import Order, Reads, about_by_share, count_reads, order_of, set_sizes
-from canzona_cli.run.corpus import DataPlan
+from canzona_cli.records.corpus import DataPlan
 from tests.data.texts import prepare_documents
-from tests.run.runs import with_tokens
+from tests.records.runs import with_tokens
 
 LENGTH, SEED = 32, 1234
 

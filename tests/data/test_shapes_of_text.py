@@ -10,7 +10,7 @@ from pyarrow import parquet
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from canzona_cli.data.template import Unfilled, fill
-from tests.commands.support import canzona
+from tests.cli.commands.support import canzona
 
 CHAT = ("--text-key", "messages", "--template", "{role}: {content}\\n")
 MESSAGES = [

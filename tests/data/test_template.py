@@ -8,7 +8,7 @@ import pytest
 from canzona_cli.data.indexed import inspect_pair
 from canzona_cli.data.template import Unfilled, fill, template_problem
 from canzona_cli.data.view import view
-from tests.commands.support import canzona
+from tests.cli.commands.support import canzona
 
 CHAT = [{"role": "user", "content": "2 + {2}?"}, {"role": "assistant", "content": "4\n"}]
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from canzona_cli.core.errors import ConfigError
 from canzona_cli.data.tokenizers import (
     END_OF_TEXT,
     MIN_VOCAB_SIZE,
@@ -21,8 +22,7 @@ from canzona_cli.data.tokenizers import (
     token_dtype,
     train_bpe,
 )
-from canzona_cli.errors import ConfigError
-from tests.commands.support import ran
+from tests.cli.commands.support import ran
 from tests.refusals import refused
 
 SAMPLE = [Path(json.decoder.__file__).read_bytes(), Path(json.encoder.__file__).read_bytes(), "größer 数\n".encode()]

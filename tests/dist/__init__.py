@@ -1,1 +1,1 @@
-import canzona_cli.megatron.quick_import  # noqa: F401 - before anything imports Megatron: it saves seconds
+import canzona_cli.core.megatron.quick_import  # noqa: F401 - before anything imports Megatron: it saves seconds

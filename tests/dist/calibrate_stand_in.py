@@ -11,18 +11,18 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from canzona_cli.calibrate import worker
-from canzona_cli.calibrate.profile import Measurement, Record, Recorder
-from canzona_cli.run.codec import record_dict
-from canzona_cli.run.files import RunFiles, append_json_line
-from canzona_cli.run.records import Ending, StageEvent
+from canzona_cli.bench.calibrate import worker
+from canzona_cli.bench.calibrate.profile import Measurement, Record, Recorder
+from canzona_cli.records.codec import record_dict
+from canzona_cli.records.files import RunFiles, append_json_line
+from canzona_cli.records.records import Ending, StageEvent
 from canzona_cli.training.process import run_rank
 from canzona_cli.training.records import RankRecord
 from tests.waiting import PATIENCE_S, wait_until
 
 MODULE = "tests.dist.calibrate_stand_in"
 HASTY = os.environ.get("CANZONA_TEST_BEHAVIOUR") == "hasty"
-SLOW_IMPORTS = worker.SLOW_IMPORTS if HASTY else ("canzona_cli.megatron.quick_import",)
+SLOW_IMPORTS = worker.SLOW_IMPORTS if HASTY else ("canzona_cli.core.megatron.quick_import",)
 
 
 def measure(files: RunFiles, record: RankRecord, rank: int) -> Ending:
@@ -41,7 +41,7 @@ def measure(files: RunFiles, record: RankRecord, rank: int) -> Ending:
 
 
 def hasty(files: RunFiles, record: RankRecord, rank: int) -> Ending:
-    from canzona_cli.calibrate import compute, timing
+    from canzona_cli.bench.calibrate import compute, timing
 
     compute.SIZES["cpu"] = replace(compute.SIZES["cpu"], matmuls=(64, 128), exact=128, symmetric=128)
     timing.LEAST = 1
@@ -49,8 +49,8 @@ def hasty(files: RunFiles, record: RankRecord, rank: int) -> Ending:
 
 
 def command() -> None:
-    from canzona_cli.app import main
-    from canzona_cli.calibrate import calibrate
+    from canzona_cli.bench.calibrate import calibrate
+    from canzona_cli.cli.app import main
 
     calibrate.calibrate = partial(calibrate.calibrate, worker=MODULE)
     main()

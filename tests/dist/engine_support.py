@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from canzona_cli.config.schema import CustomConfig, Layout, RunConfig
-from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
-from canzona_cli.megatron.model import Trainee
+from canzona_cli.core.engine.canzona_optimizer import CanzonaOptimizer
+from canzona_cli.core.megatron.model import Trainee
+from canzona_cli.core.setup import CustomConfig, Layout, RunConfig
 from canzona_cli.training.data import Batch, BatchStream
 from tests.dist import jobs
 from tests.dist.jobs import SMALL

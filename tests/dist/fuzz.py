@@ -28,11 +28,11 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from canzona_cli.checkpoint.manifest import step_name
 from canzona_cli.checkpoint.restore import restore, verify_together
-from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.errors import CanzonaError
-from canzona_cli.megatron.model import Trainee
-from canzona_cli.megatron.parallel import World, make_groups
-from canzona_cli.planner.plan import Plan
+from canzona_cli.core.errors import CanzonaError
+from canzona_cli.core.megatron.model import Trainee
+from canzona_cli.core.megatron.parallel import World, make_groups
+from canzona_cli.core.planner.plan import Plan
+from canzona_cli.core.setup import Layout, RunConfig
 from canzona_cli.training.assemble import assemble, join
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step

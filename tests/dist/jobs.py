@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.schema import Execution, Layout, RunConfig
+from canzona_cli.core.megatron.model import Trainee
+from canzona_cli.core.megatron.parallel import World
+from canzona_cli.core.megatron.timers import StepTiming
+from canzona_cli.core.planner.make import make_plan
+from canzona_cli.core.planner.plan import Plan
+from canzona_cli.core.setup import Execution, Layout, RunConfig
+from canzona_cli.core.simulate import fit
 from canzona_cli.data.corpus import ensure_corpus
-from canzona_cli.megatron.model import Trainee
-from canzona_cli.megatron.parallel import World
-from canzona_cli.megatron.timers import StepTiming
-from canzona_cli.planner.make import make_plan
-from canzona_cli.planner.plan import Plan
-from canzona_cli.run.corpus import PreparedCorpus
+from canzona_cli.records.corpus import PreparedCorpus
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from canzona_cli.training.assemble import join
 from canzona_cli.training.data import BatchStream, build_datasets

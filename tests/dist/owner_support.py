@@ -10,11 +10,9 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
-from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.schema import Layout, Reduction, RunConfig
-from canzona_cli.megatron import parallel
-from canzona_cli.megatron.matrix_buffers import (
+from canzona_cli.core.megatron import parallel
+from canzona_cli.core.megatron.matrix_buffers import (
     check_model,
     full_param_layout,
     global_parameters,
@@ -23,12 +21,14 @@ from canzona_cli.megatron.matrix_buffers import (
     stage_buckets,
     tag_matrices,
 )
-from canzona_cli.megatron.model import build_model
-from canzona_cli.megatron.owner_bucket_group import adamw_groups, install, matrix_groups
-from canzona_cli.megatron.parallel import World
-from canzona_cli.planner.make import make_plan
-from canzona_cli.planner.plan import Assignment, Plan, Range
-from canzona_cli.planner.reduction import GATHERED
+from canzona_cli.core.megatron.model import build_model
+from canzona_cli.core.megatron.owner_bucket_group import adamw_groups, install, matrix_groups
+from canzona_cli.core.megatron.parallel import World
+from canzona_cli.core.planner.make import make_plan
+from canzona_cli.core.planner.plan import Assignment, Plan, Range
+from canzona_cli.core.planner.reduction import GATHERED
+from canzona_cli.core.setup import Layout, Reduction, RunConfig
+from canzona_cli.core.simulate import fit
 from tests.dist.jobs import SMALL
 
 Named = dict[str, torch.Tensor]

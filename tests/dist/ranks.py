@@ -24,7 +24,7 @@ import torch
 import torch._dynamo  # which every rank would import anew with its first torch optimizer
 from torch.distributed import distributed_c10d
 
-from canzona_cli.optimizers import cpu_matmuls
+from canzona_cli.core.optimizers import cpu_matmuls
 from tests.waiting import PATIENCE_S
 
 cpu_matmuls.install()  # as workers do
@@ -144,7 +144,7 @@ def collect[T](receivers: Sequence[Connection], timeout_s: float) -> list[T]:
 
 
 def _refuse(*_: object) -> NoReturn:
-    raise AssertionError("ranks tell each other nothing by pickles: canzona_cli.megatron.parallel")
+    raise AssertionError("ranks tell each other nothing by pickles: canzona_cli.core.megatron.parallel")
 
 
 def _rank[T](function: Callable[[], T], rank: int, world_size: int, port: int, sender: Connection) -> None:

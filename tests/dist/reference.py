@@ -10,7 +10,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from canzona_cli.config.schema import ModelConfig
+from canzona_cli.core.setup import ModelConfig
 from tests.dist.whole import Weights
 
 LLAMA = ("model.qk_norm=false", "model.rope_base=500000", "model.norm_eps=1e-5")

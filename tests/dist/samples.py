@@ -2,7 +2,7 @@
 
 import torch
 
-from canzona_cli.config.schema import RunConfig
+from canzona_cli.core.setup import RunConfig
 from canzona_cli.training.data import Batch
 
 

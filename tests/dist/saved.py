@@ -18,10 +18,10 @@ from canzona_cli.checkpoint.restore import restore, verify_together
 from canzona_cli.checkpoint.snapshot import Snapshots
 from canzona_cli.checkpoint.verify import read_manifest
 from canzona_cli.config.compose import dump_resolved
-from canzona_cli.config.schema import Layout, ModelConfig, RunConfig
-from canzona_cli.megatron.model import Trainee
-from canzona_cli.megatron.parallel import World
-from canzona_cli.model.geometry import stored_blocks, unit_shape
+from canzona_cli.core.megatron.model import Trainee
+from canzona_cli.core.megatron.parallel import World
+from canzona_cli.core.model.geometry import stored_blocks, unit_shape
+from canzona_cli.core.setup import Layout, ModelConfig, RunConfig
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from canzona_cli.config.schema import Layout, ModelConfig, RunConfig
-from canzona_cli.megatron.model import Trainee
-from canzona_cli.megatron.owner_bucket_group import bucket_groups
-from canzona_cli.megatron.parallel import World
-from canzona_cli.optimizers.newton_schulz import coefficients
+from canzona_cli.core.megatron.model import Trainee
+from canzona_cli.core.megatron.owner_bucket_group import bucket_groups
+from canzona_cli.core.megatron.parallel import World
+from canzona_cli.core.optimizers.newton_schulz import coefficients
+from canzona_cli.core.setup import Layout, ModelConfig, RunConfig
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from tests.dist.jobs import on_ranks, planned
 from tests.dist.whole import Part, Weights, assemble, cut_of, named_parameters, part_of

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from canzona_cli.cluster import fit
-from canzona_cli.config.schema import Layout, Precision, Recompute, RunConfig
-from canzona_cli.costs.memory import estimate
-from canzona_cli.megatron import parallel
-from canzona_cli.megatron.model import build_model
-from canzona_cli.megatron.parallel import World
+from canzona_cli.core.costs.memory import estimate
+from canzona_cli.core.megatron import parallel
+from canzona_cli.core.megatron.model import build_model
+from canzona_cli.core.megatron.parallel import World
+from canzona_cli.core.setup import Layout, Precision, Recompute, RunConfig
+from canzona_cli.core.simulate import fit
 from tests.dist.ranks import run_ranks
 from tests.sizes import run
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from canzona_cli.config.schema import RunConfig
-from canzona_cli.megatron import optimizer
-from canzona_cli.megatron.model import Trainee
-from canzona_cli.megatron.parallel import World
+from canzona_cli.core.megatron import optimizer
+from canzona_cli.core.megatron.model import Trainee
+from canzona_cli.core.megatron.parallel import World
+from canzona_cli.core.setup import RunConfig
 from canzona_cli.training.assemble import assemble
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step, validate

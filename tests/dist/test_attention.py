@@ -10,8 +10,8 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from canzona_cli.megatron import attention, parallel
-from canzona_cli.megatron.attention import CausalAttention
+from canzona_cli.core.megatron import attention, parallel
+from canzona_cli.core.megatron.attention import CausalAttention
 from tests.dist.ranks import run_ranks
 from tests.sizes import layout
 

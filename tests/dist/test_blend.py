@@ -16,19 +16,19 @@ import torch
 from rich.console import Console
 
 from canzona_cli.checkpoint.manifest import Progress
+from canzona_cli.cli.views.run import RunView
 from canzona_cli.config.compose import compose_run, dump_resolved
+from canzona_cli.core.errors import ConfigError, EnvironmentProblem
+from canzona_cli.core.megatron.parallel import World
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.data.prepare import PrepareRequest, prepare
-from canzona_cli.errors import ConfigError, EnvironmentProblem
-from canzona_cli.megatron.parallel import World
-from canzona_cli.report.run import RunView
-from canzona_cli.run.files import RunFiles
-from canzona_cli.run.summary import load_summary
+from canzona_cli.records.files import RunFiles
+from canzona_cli.records.summary import load_summary
 from canzona_cli.training.assemble import assemble
 from canzona_cli.training.data import Batch, BatchStream, build_datasets
 from canzona_cli.training.loop import Start, Training
 from canzona_cli.training.records import Journal, RankRecord
-from tests.commands import support
+from tests.cli.commands import support
 from tests.dist import jobs
 
 WEIGHTS = {"a": 0.7, "b": 0.2, "c": 0.1}

@@ -13,22 +13,22 @@ import pytest
 import torch
 from rich.console import Console
 
-from canzona_cli.calibrate import collectives, compute
-from canzona_cli.calibrate.calibrate import calibrate, prepare_run, write_profile
-from canzona_cli.calibrate.collectives import KINDS, ROW, Members, group_sizes, measure_collectives
-from canzona_cli.calibrate.compute import shapes, update_samples, variants
-from canzona_cli.calibrate.profile import Effort, Measurement, Recorder
-from canzona_cli.calibrate.timing import Team
-from canzona_cli.cluster.machine import profile_mismatches
-from canzona_cli.cluster.profiles import profile_warnings
+from canzona_cli.bench.calibrate import collectives, compute
+from canzona_cli.bench.calibrate.calibrate import calibrate, prepare_run, write_profile
+from canzona_cli.bench.calibrate.collectives import KINDS, ROW, Members, group_sizes, measure_collectives
+from canzona_cli.bench.calibrate.compute import shapes, update_samples, variants
+from canzona_cli.bench.calibrate.profile import Effort, Measurement, Recorder
+from canzona_cli.bench.calibrate.timing import Team
+from canzona_cli.cli.views.calibrate import Progress
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.schema import SoapConfig
-from canzona_cli.costs.update import algorithm_of, seconds
-from canzona_cli.megatron import owner_bucket_group
-from canzona_cli.optimizers import cpu_matmuls
-from canzona_cli.report.calibrate import Progress
-from canzona_cli.run.files import RunFiles
-from tests.commands.support import importable
+from canzona_cli.config.profiles import profile_warnings
+from canzona_cli.core.costs.machine import profile_mismatches
+from canzona_cli.core.costs.update import algorithm_of, seconds
+from canzona_cli.core.megatron import owner_bucket_group
+from canzona_cli.core.optimizers import cpu_matmuls
+from canzona_cli.core.setup import SoapConfig
+from canzona_cli.records.files import RunFiles
+from tests.cli.commands.support import importable
 from tests.cuda_stand_in import DEVICE, cuda_stand_in
 from tests.dist.calibrate_stand_in import MODULE
 from tests.dist.ranks import run_ranks

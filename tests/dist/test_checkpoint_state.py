@@ -13,12 +13,12 @@ import pytest
 from canzona_cli.checkpoint.contents import content_problems
 from canzona_cli.checkpoint.manifest import step_name
 from canzona_cli.checkpoint.reader import Reader
-from canzona_cli.errors import CheckpointInvalid
-from canzona_cli.megatron.model import Trainee
-from canzona_cli.megatron.parallel import World
-from canzona_cli.model.families import EMBEDDING
-from canzona_cli.optimizers import gram_form, muon_facts, shared_rows
-from canzona_cli.optimizers.muon_facts import DISTRUSTED, STANDARD_STEPS
+from canzona_cli.core.errors import CheckpointInvalid
+from canzona_cli.core.megatron.model import Trainee
+from canzona_cli.core.megatron.parallel import World
+from canzona_cli.core.model.families import EMBEDDING
+from canzona_cli.core.optimizers import gram_form, muon_facts, shared_rows
+from canzona_cli.core.optimizers.muon_facts import DISTRUSTED, STANDARD_STEPS
 from canzona_cli.training.assemble import assemble
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step
@@ -388,8 +388,8 @@ def test_what_gram_form_doubted_stays_in_standard_form_for_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Leaves out an update as on CUDA, and checks how a run that continues in another layout treats that matrix."""
-    monkeypatch.setattr("canzona_cli.optimizers.muon.runs_in_blocks", lambda matrix: False)
-    monkeypatch.setattr("canzona_cli.optimizers.gram_form.DOUBT", -1.0)
+    monkeypatch.setattr("canzona_cli.core.optimizers.muon.runs_in_blocks", lambda matrix: False)
+    monkeypatch.setattr("canzona_cli.core.optimizers.gram_form.DOUBT", -1.0)
     gram = resolve("gpus=1", "optimizer.form=gram")
     fused = resolve("gpus=1", "optimizer.form=gram", "engine.splitting=fused")
     case = Case(settings=("gpus=1", "optimizer.form=gram"), steps=1)
@@ -420,7 +420,7 @@ def test_what_gram_form_doubted_stays_in_standard_form_for_a_time(
         train(third, tmp_path, replace(case, settings=(*case.settings, "engine.splitting=fused"), steps=0), start)
         assert forms(third) == saved
         with monkeypatch.context() as never:
-            never.delattr("canzona_cli.optimizers.muon.gram_newton_schulz")
+            never.delattr("canzona_cli.core.optimizers.muon.gram_newton_schulz")
             samples = RandomTokens(samples=8, seq_length=64, vocab_size=384)
             losses = [train_step(second, BatchStream(samples, world)).loss]
             assert forms(second) == {STANDARD_STEPS - 1}

@@ -15,14 +15,14 @@ from megatron.core.utils import get_model_config
 
 from canzona_cli.checkpoint.manifest import Shard
 from canzona_cli.checkpoint.snapshot import Snapshots
-from canzona_cli.config.schema import Layout, Reduction, RunConfig
-from canzona_cli.engine.wire import SideStream
-from canzona_cli.megatron import owner_bucket_group, quick_import
-from canzona_cli.megatron.model import Trainee
-from canzona_cli.megatron.timers import CONNECTIONS, StepTiming
-from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.reduction import GATHERED
-from canzona_cli.run.phases import StepTimeline
+from canzona_cli.core.engine.wire import SideStream
+from canzona_cli.core.megatron import owner_bucket_group, quick_import
+from canzona_cli.core.megatron.model import Trainee
+from canzona_cli.core.megatron.timers import CONNECTIONS, StepTiming
+from canzona_cli.core.phases import StepTimeline
+from canzona_cli.core.planner.plan import Plan
+from canzona_cli.core.planner.reduction import GATHERED
+from canzona_cli.core.setup import Layout, Reduction, RunConfig
 from canzona_cli.training.assemble import assemble, join
 from canzona_cli.training.step import train_step
 from tests.cuda_stand_in import COMPUTE, DEVICE, Record, cuda_stand_in
@@ -170,7 +170,7 @@ def _standing(config: RunConfig, layout: Layout) -> Iterator[tuple[Trainee, Reco
     with pytest.MonkeyPatch.context() as patched, cuda_stand_in() as record:
         # Compiling is not what is looked at, and each rank would import the compiler.
         patched.setattr(quick_import, "_compile", lambda function, **_: function)
-        patched.setattr("canzona_cli.optimizers.muon.runs_in_blocks", lambda matrix: False)  # as on CUDA
+        patched.setattr("canzona_cli.core.optimizers.muon.runs_in_blocks", lambda matrix: False)  # as on CUDA
         trainee = assemble(config, world, plan)
         megatron = get_model_config(trainee.chunks[0])
         assert megatron.batch_p2p_comm
@@ -280,8 +280,10 @@ def test_the_same_comes_out_as_on_the_cpu(small: tuple[RunConfig, Layout], stood
 
     def on_cpu() -> tuple[list[float], Digests, Digests]:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr("canzona_cli.optimizers.muon.runs_in_blocks", lambda matrix: False)
-            patched.setattr("canzona_cli.megatron.model.use_processor_norms", lambda model: None)  # GPUs have torch's
+            patched.setattr("canzona_cli.core.optimizers.muon.runs_in_blocks", lambda matrix: False)
+            patched.setattr(
+                "canzona_cli.core.megatron.model.use_processor_norms", lambda model: None
+            )  # GPUs have torch's
             trainee = build(config, layout)
             stream = batches(trainee)
             losses = [train_step(trainee, stream).loss for _ in range(STEPS)]

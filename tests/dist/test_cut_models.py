@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.costs.modules import CUT_STARTS
-from canzona_cli.megatron.parallel import World
+from canzona_cli.core.costs.modules import CUT_STARTS
+from canzona_cli.core.megatron.parallel import World
+from canzona_cli.core.setup import Layout, RunConfig
 from canzona_cli.training.assemble import assemble
 from canzona_cli.training.data import Batch, BatchStream
 from canzona_cli.training.step import train_step, validate
@@ -240,8 +240,8 @@ def test_a_cut_layer_starts_as_many_more_operations_as_are_priced() -> None:
     def rank() -> tuple[list[int], list[int]]:
         from megatron.core.transformer.enums import AttnMaskType
 
-        from canzona_cli.megatron.attention import CausalAttention
-        from canzona_cli.megatron.model import build_model
+        from canzona_cli.core.megatron.attention import CausalAttention
+        from canzona_cli.core.megatron.model import build_model
         from canzona_cli.training.assemble import join
 
         def both(forward: Callable[[], torch.Tensor]) -> tuple[int, int]:

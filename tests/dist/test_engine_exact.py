@@ -12,7 +12,12 @@ import pytest
 import torch
 from emerging_optimizers.orthogonalized_optimizers import Muon as EmergingMuon
 
-from canzona_cli.config.schema import (
+from canzona_cli.core.costs.update import algorithm_of, form_of
+from canzona_cli.core.optimizers.muon import Muon
+from canzona_cli.core.optimizers.normuon import NorMuon
+from canzona_cli.core.optimizers.shampoo import Shampoo
+from canzona_cli.core.optimizers.soap import SOAP
+from canzona_cli.core.setup import (
     Form,
     Layout,
     MuonConfig,
@@ -21,11 +26,6 @@ from canzona_cli.config.schema import (
     ShampooConfig,
     SoapConfig,
 )
-from canzona_cli.costs.update import algorithm_of, form_of
-from canzona_cli.optimizers.muon import Muon
-from canzona_cli.optimizers.normuon import NorMuon
-from canzona_cli.optimizers.shampoo import Shampoo
-from canzona_cli.optimizers.soap import SOAP
 from tests.dist import jobs
 from tests.dist.jobs import EXPERTS, SMALL, Runs, planned
 from tests.dist.synthetic import (

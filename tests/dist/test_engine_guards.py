@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.engine.canzona_optimizer import NonFiniteGradients
-from canzona_cli.engine.hosted import HostedGroup, gather_masters
-from canzona_cli.engine.planned import PlannedOptimizer
-from canzona_cli.engine.wire import Wiring
-from canzona_cli.megatron.model import Trainee
-from canzona_cli.megatron.parallel import World
-from canzona_cli.model.matrices import Matrix
-from canzona_cli.planner.make import make_plan
+from canzona_cli.core.engine.canzona_optimizer import NonFiniteGradients
+from canzona_cli.core.engine.hosted import HostedGroup, gather_masters
+from canzona_cli.core.engine.planned import PlannedOptimizer
+from canzona_cli.core.engine.wire import Wiring
+from canzona_cli.core.megatron.model import Trainee
+from canzona_cli.core.megatron.parallel import World
+from canzona_cli.core.model.matrices import Matrix
+from canzona_cli.core.planner.make import make_plan
+from canzona_cli.core.setup import Layout, RunConfig
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from canzona_cli.training.step import StepResult, train_step
 from tests.dist.engine_support import (
@@ -344,7 +344,7 @@ def test_tensor_parallel_ranks_repair_the_same_matrices_also_where_no_flag_trave
             repaired.append(sorted(matrix.name for matrix in broken))
             gather_masters(wiring, hosts, broken)
 
-        monkeypatch.setattr("canzona_cli.engine.planned.gather_masters", gathering)
+        monkeypatch.setattr("canzona_cli.core.engine.planned.gather_masters", gathering)
         for step in range(3):
             optimizer_step(trainee, step)
         return Repaired(

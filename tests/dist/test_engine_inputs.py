@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.engine.agreement import OptimizerRefused, PlanRefused
-from canzona_cli.errors import ExitCode, WorkerCrashed
-from canzona_cli.megatron import model as models
-from canzona_cli.megatron.model import Trainee
-from canzona_cli.megatron.parallel import World
-from canzona_cli.planner.make import make_plan
-from canzona_cli.planner.plan import Plan
+from canzona_cli.core.engine.agreement import OptimizerRefused, PlanRefused
+from canzona_cli.core.errors import ExitCode, WorkerCrashed
+from canzona_cli.core.megatron import model as models
+from canzona_cli.core.megatron.model import Trainee
+from canzona_cli.core.megatron.parallel import World
+from canzona_cli.core.planner.make import make_plan
+from canzona_cli.core.planner.plan import Plan
+from canzona_cli.core.setup import Layout, RunConfig
 from canzona_cli.training.assemble import assemble
 from canzona_cli.training.step import train_step
 from tests.dist.engine_support import batches, custom, engine_of, resolve
@@ -285,7 +285,7 @@ class Toy(torch.optim.Optimizer):
 """
 
 
-@pytest.mark.sweep  # ten steps; tests/engine/test_known_optimizer.py has one too
+@pytest.mark.sweep  # ten steps; tests/core/engine/test_known_optimizer.py has one too
 def test_a_toy_optimizer_trains_on_four_ranks_as_on_one(tmp_path: Path) -> None:
     """Ten real steps, bf16 off, clipped, on a batch that comes back; it needs whole matrices and knows no rank."""
     assert len(TOY.strip().splitlines()) < 20

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.megatron.model import Trainee
-from canzona_cli.megatron.parallel import World
-from canzona_cli.optimizers import cpu_matmuls
-from canzona_cli.optimizers.muon import Muon
-from canzona_cli.optimizers.normuon import NorMuon
-from canzona_cli.optimizers.shampoo import Shampoo
-from canzona_cli.optimizers.soap import SOAP
-from canzona_cli.planner.memory import plan_memory
+from canzona_cli.core.megatron.model import Trainee
+from canzona_cli.core.megatron.parallel import World
+from canzona_cli.core.optimizers import cpu_matmuls
+from canzona_cli.core.optimizers.muon import Muon
+from canzona_cli.core.optimizers.normuon import NorMuon
+from canzona_cli.core.optimizers.shampoo import Shampoo
+from canzona_cli.core.optimizers.soap import SOAP
+from canzona_cli.core.planner.memory import plan_memory
+from canzona_cli.core.setup import Layout, RunConfig
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from tests.dist.engine_support import hosted_bytes, resolve, tensor_bytes
 from tests.dist.jobs import EXPERTS, Runs, build, on_ranks, planned

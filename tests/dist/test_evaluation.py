@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from canzona_cli.checkpoint.restore import load_weights, restore, verify_together
-from canzona_cli.megatron.model import Model, build_model
-from canzona_cli.megatron.parallel import World
-from canzona_cli.megatron.timers import PhaseTimer
+from canzona_cli.core.megatron.model import Model, build_model
+from canzona_cli.core.megatron.parallel import World
+from canzona_cli.core.megatron.timers import PhaseTimer
 from canzona_cli.training.assemble import assemble
 from canzona_cli.training.data import Batch, BatchStream, CountingStream
 from canzona_cli.training.step import validate

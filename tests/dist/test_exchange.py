@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from canzona_cli.engine.hosted import HostedGroup
-from canzona_cli.engine.wire import AllToAll, Fragments, Messages, SideStream, Wiring
-from canzona_cli.megatron.parallel import World
-from canzona_cli.megatron.timers import PhaseTimer, watcher_for
-from canzona_cli.model.matrices import Matrix
-from canzona_cli.planner.exchange import from_hosts, group_traffic, to_hosts
-from canzona_cli.planner.make import make_plan
-from canzona_cli.planner.measures import exchange_sent
+from canzona_cli.core.engine.hosted import HostedGroup
+from canzona_cli.core.engine.wire import AllToAll, Fragments, Messages, SideStream, Wiring
+from canzona_cli.core.megatron.parallel import World
+from canzona_cli.core.megatron.timers import PhaseTimer, watcher_for
+from canzona_cli.core.model.matrices import Matrix
+from canzona_cli.core.planner.exchange import from_hosts, group_traffic, to_hosts
+from canzona_cli.core.planner.make import make_plan
+from canzona_cli.core.planner.measures import exchange_sent
 from canzona_cli.training.assemble import assemble
 from tests import sizes
 from tests.dist.engine_support import SMALL_GROUPS, engine_of, resolve

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from canzona_cli.engine import planned as engine
-from canzona_cli.engine.canzona_optimizer import NonFiniteGradients
-from canzona_cli.megatron.parallel import World
+from canzona_cli.core.engine import planned as engine
+from canzona_cli.core.engine.canzona_optimizer import NonFiniteGradients
+from canzona_cli.core.megatron.parallel import World
 from canzona_cli.training.assemble import assemble
 from tests.dist.engine_support import SMALL_GROUPS, Digests, engine_of, kept, resolve, weights
 from tests.dist.jobs import on_ranks, planned

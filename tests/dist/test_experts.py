@@ -8,11 +8,11 @@ import pytest
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
-from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.megatron import quick_import
-from canzona_cli.megatron.parallel import World
-from canzona_cli.megatron.timers import StepTiming
-from canzona_cli.run.phases import IN_STEP
+from canzona_cli.core.megatron import quick_import
+from canzona_cli.core.megatron.parallel import World
+from canzona_cli.core.megatron.timers import StepTiming
+from canzona_cli.core.phases import IN_STEP
+from canzona_cli.core.setup import Layout, RunConfig
 from canzona_cli.training.assemble import assemble
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.routing import Routing

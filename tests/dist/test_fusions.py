@@ -13,10 +13,10 @@ from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel import layers, vocab_parallel_cross_entropy
 
-from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.schema import Precision, RunConfig
-from canzona_cli.megatron import model, parallel
+from canzona_cli.core.megatron import model, parallel
+from canzona_cli.core.setup import Precision, RunConfig
+from canzona_cli.core.simulate import fit
 from canzona_cli.training.step import train_step
 from tests.cuda_stand_in import DEVICE, cuda_stand_in
 from tests.dist.engine_support import Digests, batches, heard, weights

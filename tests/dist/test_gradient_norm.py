@@ -13,9 +13,9 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.megatron.matrix_buffers import global_parameters
-from canzona_cli.megatron.parallel import World
+from canzona_cli.core.megatron.matrix_buffers import global_parameters
+from canzona_cli.core.megatron.parallel import World
+from canzona_cli.core.setup import Layout, RunConfig
 from canzona_cli.training.assemble import assemble
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from canzona_cli.megatron import owner_bucket_group
-from canzona_cli.megatron.owner_bucket_group import REDUCTIONS, describe_contradiction, grouped_time_ratio
-from canzona_cli.megatron.owner_collectives import reduce_each
+from canzona_cli.core.megatron import owner_bucket_group
+from canzona_cli.core.megatron.owner_bucket_group import REDUCTIONS, describe_contradiction, grouped_time_ratio
+from canzona_cli.core.megatron.owner_collectives import reduce_each
 from tests.dist.ranks import run_ranks
 
 Parts = Sequence[tuple[torch.Tensor, int]]

@@ -9,9 +9,9 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed import ProcessGroup
 
-from canzona_cli.config.schema import Layout
-from canzona_cli.megatron import parallel
-from canzona_cli.megatron.parallel import make_groups
+from canzona_cli.core.megatron import parallel
+from canzona_cli.core.megatron.parallel import make_groups
+from canzona_cli.core.setup import Layout
 from tests.dist.ranks import run_ranks
 from tests.faults.support import LAYOUT
 from tests.waiting import PATIENCE_S

@@ -17,12 +17,13 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
 from canzona_cli.checkpoint.restore import restore, verify_together
-from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.megatron.parallel import World
+from canzona_cli.core.megatron.parallel import World
+from canzona_cli.core.setup import Layout, RunConfig
 from canzona_cli.training.assemble import assemble
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step, validate
-from tests.commands.support import canzona
+from tests.checkpoint.huggingface.folders import random_folder
+from tests.cli.commands.support import canzona
 from tests.dist import jobs
 from tests.dist.jobs import EXPERTS, SMALL, Runs, on_ranks, planned, ranks_of
 from tests.dist.ranks import run_ranks
@@ -30,7 +31,6 @@ from tests.dist.reference import LLAMA, Reference, token_losses
 from tests.dist.samples import RandomTokens, samples_of
 from tests.dist.saved import save
 from tests.dist.synthetic import finish_gathering
-from tests.huggingface.folders import random_folder
 
 LAYOUT = ("gpus=4", "parallel.tp=2", "train.precision=fp32", "train.steps=20", "optimizer.lr=0.005")
 STEPS = 3

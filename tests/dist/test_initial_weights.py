@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.schema import ModelConfig, RunConfig
-from canzona_cli.megatron import parallel
-from canzona_cli.megatron.matrix_buffers import global_parameters
-from canzona_cli.megatron.model import build_model
-from canzona_cli.model.geometry import weight_of
-from canzona_cli.model.matrices import routing
+from canzona_cli.core.megatron import parallel
+from canzona_cli.core.megatron.matrix_buffers import global_parameters
+from canzona_cli.core.megatron.model import build_model
+from canzona_cli.core.model.geometry import weight_of
+from canzona_cli.core.model.matrices import routing
+from canzona_cli.core.setup import ModelConfig, RunConfig
 from tests.dist import jobs
 from tests.dist.jobs import SMALL
 from tests.dist.ranks import run_ranks

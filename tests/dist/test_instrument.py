@@ -1,7 +1,7 @@
 """The places where Megatron-core's step is cut into phases: the names we wrap, and that the cuts fall where they
 should.
 
-The first half pins what `canzona_cli.megatron.instrument` takes for granted about Megatron-core 0.19.2; the second
+The first half pins what `canzona_cli.core.megatron.instrument` takes for granted about Megatron-core 0.19.2; the second
 half trains on two real ranks and looks at the phases.
 """
 
@@ -16,12 +16,12 @@ from emerging_optimizers.orthogonalized_optimizers import OrthogonalizedOptimize
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.utils import get_model_config
 
-from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.megatron.holdings import leaves
-from canzona_cli.megatron.instrument import _PHASE_OF_TIMER
-from canzona_cli.megatron.model import Trainee
-from canzona_cli.megatron.timers import StepTiming
-from canzona_cli.run.phases import IN_STEP, Phase
+from canzona_cli.core.megatron.holdings import leaves
+from canzona_cli.core.megatron.instrument import _PHASE_OF_TIMER
+from canzona_cli.core.megatron.model import Trainee
+from canzona_cli.core.megatron.timers import StepTiming
+from canzona_cli.core.phases import IN_STEP, Phase
+from canzona_cli.core.setup import Layout, RunConfig
 from canzona_cli.training.assemble import assemble
 from canzona_cli.training.data import Batch, BatchStream
 from canzona_cli.training.step import train_step

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from canzona_cli.engine.canzona_optimizer import NonFiniteGradients
-from canzona_cli.engine.planned import PlannedOptimizer
-from canzona_cli.megatron.model import Trainee
-from canzona_cli.megatron.parallel import World
-from canzona_cli.optimizers import Muon
-from canzona_cli.optimizers.graphs import Replayed
-from canzona_cli.run.files import RunFiles
+from canzona_cli.core.engine.canzona_optimizer import NonFiniteGradients
+from canzona_cli.core.engine.planned import PlannedOptimizer
+from canzona_cli.core.megatron.model import Trainee
+from canzona_cli.core.megatron.parallel import World
+from canzona_cli.core.optimizers import Muon
+from canzona_cli.core.optimizers.graphs import Replayed
+from canzona_cli.records.files import RunFiles
 from canzona_cli.training import loop
 from canzona_cli.training.assemble import assemble
 from canzona_cli.training.data import Batch, Datasets, ValidationSet

@@ -13,11 +13,11 @@ from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch._C._distributed_c10d import Work
 
-from canzona_cli.costs.buffers import micro_batch_tokens, transient
-from canzona_cli.costs.update import algorithm_of
-from canzona_cli.megatron import parallel
-from canzona_cli.optimizers import cpu_matmuls
-from canzona_cli.planner.memory import plan_memory
+from canzona_cli.core.costs.buffers import micro_batch_tokens, transient
+from canzona_cli.core.costs.update import algorithm_of
+from canzona_cli.core.megatron import parallel
+from canzona_cli.core.optimizers import cpu_matmuls
+from canzona_cli.core.planner.memory import plan_memory
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step
 from tests.dist import jobs

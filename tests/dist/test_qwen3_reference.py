@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from canzona_cli.megatron import parallel
-from canzona_cli.megatron.model import build_model
+from canzona_cli.core.megatron import parallel
+from canzona_cli.core.megatron.model import build_model
 from tests.dist import jobs
 from tests.dist.jobs import SMALL
 from tests.dist.ranks import run_ranks

@@ -13,13 +13,13 @@ from functools import partial
 
 import pytest
 
-from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.costs.sharing import shared_collectives, shared_exchanges
-from canzona_cli.megatron.parallel import World
-from canzona_cli.optimizers import muon
-from canzona_cli.planner.make import make_plan
-from canzona_cli.planner.measures import communication, exchanges
-from canzona_cli.planner.order import shared_order
+from canzona_cli.core.costs.sharing import shared_collectives, shared_exchanges
+from canzona_cli.core.megatron.parallel import World
+from canzona_cli.core.optimizers import muon
+from canzona_cli.core.planner.make import make_plan
+from canzona_cli.core.planner.measures import communication, exchanges
+from canzona_cli.core.planner.order import shared_order
+from canzona_cli.core.setup import Layout, RunConfig
 from canzona_cli.training.assemble import assemble, join
 from canzona_cli.training.step import train_step
 from tests.dist import jobs

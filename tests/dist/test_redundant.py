@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.costs.memory import estimate
-from canzona_cli.megatron.model import Trainee
+from canzona_cli.core.costs.memory import estimate
+from canzona_cli.core.megatron.model import Trainee
+from canzona_cli.core.setup import Layout, RunConfig
 from canzona_cli.training.step import train_step
 from tests.dist.engine_support import batches, custom, engine_of, parameter, poisoned, resolve, tensor_bytes, weights
 from tests.dist.jobs import EXPERTS, Runs, build, ranks_of

@@ -14,10 +14,10 @@ from canzona_cli.checkpoint.manifest import Shard, hidden_name
 from canzona_cli.checkpoint.restore import restore, verify_together
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.checkpoint.verify import read_manifest, verify
-from canzona_cli.errors import ExitCode, SaveFailed
-from canzona_cli.megatron.model import Trainee
-from canzona_cli.megatron.parallel import World
-from canzona_cli.run.files import RunFiles
+from canzona_cli.core.errors import ExitCode, SaveFailed
+from canzona_cli.core.megatron.model import Trainee
+from canzona_cli.core.megatron.parallel import World
+from canzona_cli.records.files import RunFiles
 from canzona_cli.training import saving
 from canzona_cli.training.assemble import assemble
 from canzona_cli.training.data import Datasets, ValidationSet

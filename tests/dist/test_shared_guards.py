@@ -12,14 +12,14 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from canzona_cli.engine import shared
-from canzona_cli.engine.planned import PlannedOptimizer
-from canzona_cli.megatron.model import Trainee
-from canzona_cli.megatron.parallel import World
-from canzona_cli.optimizers import muon, muon_facts, shared_rows
-from canzona_cli.optimizers.muon import Muon
-from canzona_cli.optimizers.shared_muon import SharedMuon
-from canzona_cli.optimizers.shared_rows import FragmentGroup, Shape, Turns, run_turns
+from canzona_cli.core.engine import shared
+from canzona_cli.core.engine.planned import PlannedOptimizer
+from canzona_cli.core.megatron.model import Trainee
+from canzona_cli.core.megatron.parallel import World
+from canzona_cli.core.optimizers import muon, muon_facts, shared_rows
+from canzona_cli.core.optimizers.muon import Muon
+from canzona_cli.core.optimizers.shared_muon import SharedMuon
+from canzona_cli.core.optimizers.shared_rows import FragmentGroup, Shape, Turns, run_turns
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from tests.dist.engine_support import engine_of, heard, resolve
 from tests.dist.jobs import build, on_ranks, planned

@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from canzona_cli.config.schema import Layout, MuonConfig, RunConfig
-from canzona_cli.megatron import quick_import
+from canzona_cli.core.megatron import quick_import
+from canzona_cli.core.setup import Layout, MuonConfig, RunConfig
+from tests.core.optimizers.reference import orthogonalised
 from tests.dist import jobs
 from tests.dist.jobs import SMALL, Runs, ranks_of
 from tests.dist.ranks import run_ranks
 from tests.dist.reference import hugging_face_model, token_losses, weights_of
 from tests.dist.trained import different, run_trainings, samples
 from tests.dist.whole import Weights
-from tests.optimizers.reference import orthogonalised
 
 STEPS, LR, CLIP = 3, 1e-2, 0.25
 FIXED = (

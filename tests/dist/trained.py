@@ -11,18 +11,18 @@ from functools import partial
 import numpy as np
 import torch
 
-from canzona_cli.config.schema import Layout, MuonConfig, RunConfig, ShampooConfig, SoapConfig
-from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
-from canzona_cli.engine.wire import Fragments
-from canzona_cli.megatron.model import Trainee
-from canzona_cli.megatron.parallel import World
-from canzona_cli.model.matrices import Matrix
-from canzona_cli.optimizers.facts import Form
-from canzona_cli.optimizers.muon import Muon
-from canzona_cli.optimizers.shampoo import Shampoo
-from canzona_cli.optimizers.shared_muon import SharedMuon
-from canzona_cli.optimizers.shared_rows import FragmentGroup, Shape, Turns
-from canzona_cli.optimizers.soap import SOAP
+from canzona_cli.core.engine.canzona_optimizer import CanzonaOptimizer
+from canzona_cli.core.engine.wire import Fragments
+from canzona_cli.core.megatron.model import Trainee
+from canzona_cli.core.megatron.parallel import World
+from canzona_cli.core.model.matrices import Matrix
+from canzona_cli.core.optimizers.facts import Form
+from canzona_cli.core.optimizers.muon import Muon
+from canzona_cli.core.optimizers.shampoo import Shampoo
+from canzona_cli.core.optimizers.shared_muon import SharedMuon
+from canzona_cli.core.optimizers.shared_rows import FragmentGroup, Shape, Turns
+from canzona_cli.core.optimizers.soap import SOAP
+from canzona_cli.core.setup import Layout, MuonConfig, RunConfig, ShampooConfig, SoapConfig
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step

@@ -13,8 +13,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from canzona_cli.config.schema import ModelConfig
-from canzona_cli.megatron.parallel import World
+from canzona_cli.core.megatron.parallel import World
+from canzona_cli.core.setup import ModelConfig
 
 EXPERT_PARALLEL = (
     parallel_state.get_expert_model_parallel_world_size,

@@ -8,15 +8,15 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run, dump_resolved
-from canzona_cli.config.schema import Execution
+from canzona_cli.core.planner.make import make_plan
+from canzona_cli.core.setup import Execution
+from canzona_cli.core.simulate import fit
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.launch import torchrun
 from canzona_cli.launch.outcome import Outcome, Workers, judge
 from canzona_cli.launch.run_dir import RunDirectory
-from canzona_cli.planner.make import make_plan
-from canzona_cli.run.codec import save
+from canzona_cli.records.codec import save
 from canzona_cli.training import data
 from canzona_cli.training.data import Batch
 from canzona_cli.training.records import RankRecord

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from canzona_cli.config.schema.cluster import Device
+from canzona_cli.cli.views.train import PlainView
+from canzona_cli.core.setup.cluster import Device
 from canzona_cli.launch import torchrun
 from canzona_cli.launch.run_dir import RunDirectory
 from canzona_cli.launch.supervisor import Supervision
-from canzona_cli.report.train import PlainView
 from tests.faults.support import LAYOUT, run_config
-from tests.run.runs import CORPUS
+from tests.records.runs import CORPUS
 
 
 def main(

@@ -12,7 +12,7 @@ from typing import Self
 
 import psutil
 
-from canzona_cli.config.schema import (
+from canzona_cli.core.setup import (
     AdamWConfig,
     DataConfig,
     EngineConfig,
@@ -21,8 +21,8 @@ from canzona_cli.config.schema import (
     RunSettings,
     TrainConfig,
 )
-from canzona_cli.config.schema.cluster import Device
-from canzona_cli.run.files import RunFiles, read_json
+from canzona_cli.core.setup.cluster import Device
+from canzona_cli.records.files import RunFiles, read_json
 from tests.sizes import CPU, layout, model
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -137,7 +137,7 @@ class TrainingRun(Launched):
 
     def __init__(self, folder: Path, cache: Path, *overrides: str) -> None:
         places = (f"data.cache_dir={cache}", f"run.dir={folder / 'run'}")
-        super().__init__(folder / "run", "canzona_cli.app", "train", *TRAINED, *overrides, *places)
+        super().__init__(folder / "run", "canzona_cli.cli.app", "train", *TRAINED, *overrides, *places)
 
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:

@@ -14,9 +14,9 @@ from canzona_cli.checkpoint.commit import begin, finish, write_part
 from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, Shard, StoredFile, StoredTensor, manifest_text
 from canzona_cli.checkpoint.store import CheckpointStore, resolve
 from canzona_cli.checkpoint.verify import foreign_files, previous_usable, read_manifest, verify
-from canzona_cli.errors import CheckpointInvalid, SaveFailed
+from canzona_cli.core.errors import CheckpointInvalid, SaveFailed
 from tests.checkpoint.checkpoints import RANKS, TEXTS, buffer, header, names, save, shard
-from tests.commands.support import canzona, ran
+from tests.cli.commands.support import canzona, ran
 from tests.faults.disks import read_only, small_disk
 
 ROOT = Path(__file__).parents[2]

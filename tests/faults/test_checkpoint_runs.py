@@ -6,7 +6,7 @@ from pathlib import Path
 
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.checkpoint.verify import verify
-from canzona_cli.run.codec import JsonLines
+from canzona_cli.records.codec import JsonLines
 from canzona_cli.training.data import Batch
 from tests.faults.disks import small_disk
 from tests.faults.forked import forked_run

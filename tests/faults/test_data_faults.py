@@ -12,12 +12,12 @@ import torch
 
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.config.compose import load_resolved
+from canzona_cli.core.optimizers import shared_rows
+from canzona_cli.core.optimizers.shared_muon import SharedMuon
+from canzona_cli.core.optimizers.shared_rows import FragmentGroup, Shape, Turns, run_turns
 from canzona_cli.launch.resume import choose_resumption
-from canzona_cli.optimizers import shared_rows
-from canzona_cli.optimizers.shared_muon import SharedMuon
-from canzona_cli.optimizers.shared_rows import FragmentGroup, Shape, Turns, run_turns
-from canzona_cli.run.files import RunFiles, read_json
-from canzona_cli.run.records import read_layout
+from canzona_cli.records.files import RunFiles, read_json
+from canzona_cli.records.records import read_layout
 from canzona_cli.training.data import Batch
 from canzona_cli.training.guards import ENOUGH
 from tests.faults.forked import forked_run

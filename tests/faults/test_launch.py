@@ -7,14 +7,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from canzona_cli.errors import ConfigError
+from canzona_cli.core.errors import ConfigError
 from canzona_cli.launch.run_dir import RunDirectory
 from canzona_cli.launch.torchrun import LOOPBACK_BACKEND
 from tests.checkpoint.checkpoints import save
 from tests.faults.support import LaunchedRun, alive, run_config
 
 
-@pytest.mark.sweep  # tests/commands/test_train_real.py has a real one
+@pytest.mark.sweep  # tests/cli/commands/test_train_real.py has a real one
 def test_a_run_that_ends_well_is_done_with_its_last_numbers_and_keeps_its_logs(tmp_path: Path) -> None:
     with LaunchedRun(tmp_path / "run", "done") as run:
         code, output = run.finish()

@@ -10,9 +10,9 @@ import pytest
 
 from canzona_cli.checkpoint.manifest import step_name
 from canzona_cli.checkpoint.verify import read_manifest
-from canzona_cli.engine.shared import Sharing
-from canzona_cli.run.files import RunFiles
-from canzona_cli.run.summary import load_summary
+from canzona_cli.core.engine.shared import Sharing
+from canzona_cli.records.files import RunFiles
+from canzona_cli.records.summary import load_summary
 from canzona_cli.training.data import Batch
 from tests.dist.jobs import EXPERTS
 from tests.faults.forked import forked_run

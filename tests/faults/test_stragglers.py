@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from canzona_cli.core.planner.make import make_plan
 from canzona_cli.launch.run_dir import predict_here
-from canzona_cli.planner.make import make_plan
-from canzona_cli.run.breakdown import load_breakdown
-from canzona_cli.run.codec import save
-from canzona_cli.run.files import RunFiles
-from canzona_cli.run.records import describe, event_of
+from canzona_cli.records.breakdown import load_breakdown
+from canzona_cli.records.codec import save
+from canzona_cli.records.files import RunFiles
+from canzona_cli.records.records import describe, event_of
 from canzona_cli.training import measure
 from canzona_cli.training.data import BatchStream, build_datasets
 from canzona_cli.training.measure import StragglerWatch, gather_breakdown

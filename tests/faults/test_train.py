@@ -17,7 +17,7 @@ SMALL = (
 
 @pytest.fixture
 def training(tmp_path: Path) -> Iterator[Launched]:
-    train = ("canzona_cli.app", "train", *SMALL, f"run.dir={tmp_path}/run")
+    train = ("canzona_cli.cli.app", "train", *SMALL, f"run.dir={tmp_path}/run")
     with Launched(tmp_path / "run", *train, environment={"PYTHONPROFILEIMPORTTIME": "1"}) as run:
         yield run
 

@@ -35,7 +35,7 @@ def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]
         def start(*overrides: str, steps: int = 2) -> tuple[Launched, Launched]:
             run_dir = tmp_path / "run"
             places = (f"run.dir={run_dir}", f"cluster.rdzv_endpoint=127.0.0.1:{free_port()}")
-            train = ("canzona_cli.app", "train", *SMALL, *overrides, *places)
+            train = ("canzona_cli.cli.app", "train", *SMALL, *overrides, *places)
             threads = {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
             one, other = (
                 launched.enter_context(Launched(run_dir, *train, f"cluster.node_rank={node}", environment=threads))

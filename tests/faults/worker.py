@@ -8,11 +8,11 @@ import traceback
 from dataclasses import replace
 from pathlib import Path
 
-from canzona_cli.run.codec import record_dict, save
-from canzona_cli.run.files import RunFiles, append_json_line
-from canzona_cli.run.orphan import die_with_parent
-from canzona_cli.run.records import RankError, RankResult, StepMetrics
-from canzona_cli.run.watchdog import Watchdog
+from canzona_cli.records.codec import record_dict, save
+from canzona_cli.records.files import RunFiles, append_json_line
+from canzona_cli.records.orphan import die_with_parent
+from canzona_cli.records.records import RankError, RankResult, StepMetrics
+from canzona_cli.records.watchdog import Watchdog
 
 BEHAVIOURS = ("done", "raise", "endless", "deaf", "stuck", "absent")
 STEPS = 4

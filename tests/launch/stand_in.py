@@ -12,12 +12,12 @@ from pathlib import Path
 
 from canzona_cli.checkpoint.commit import begin, finish, write_part
 from canzona_cli.checkpoint.manifest import Header, Progress, Shard
-from canzona_cli.errors import ExitCode
-from canzona_cli.run.codec import load_if_valid, record_dict, save
-from canzona_cli.run.files import RunFiles, append_json_line
-from canzona_cli.run.orphan import LAUNCHER_VARIABLE
-from canzona_cli.run.records import RankError, RankResult, ResumePoint, StageEvent, StepMetrics, read_layout
-from canzona_cli.run.watchdog import Watchdog
+from canzona_cli.core.errors import ExitCode
+from canzona_cli.records.codec import load_if_valid, record_dict, save
+from canzona_cli.records.files import RunFiles, append_json_line
+from canzona_cli.records.orphan import LAUNCHER_VARIABLE
+from canzona_cli.records.records import RankError, RankResult, ResumePoint, StageEvent, StepMetrics, read_layout
+from canzona_cli.records.watchdog import Watchdog
 
 STEPS = 6
 STEP_S = 0.01

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.recipes import builtin_recipes_dir
-from canzona_cli.config.schema import RunConfig
+from canzona_cli.core.setup import RunConfig
+from canzona_cli.core.simulate.fit import resolve
 from canzona_cli.launch.card import Card, card_of, judge, load_card
-from canzona_cli.run.corpus import PreparedCorpus, PreparedSet
-from canzona_cli.run.summary import load_summary
-from tests.commands.support import canzona
+from canzona_cli.records.corpus import PreparedCorpus, PreparedSet
+from canzona_cli.records.summary import load_summary
+from tests.cli.commands.support import canzona
 
 NAMES = sorted(path.stem for path in (builtin_recipes_dir() / "cards").glob("*.yaml"))
 CARDS = {name: card for name in NAMES if (card := load_card(name)) is not None}

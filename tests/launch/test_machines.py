@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.errors import EnvironmentProblem, Problem
+from canzona_cli.core.errors import EnvironmentProblem, Problem
 from canzona_cli.launch.machines import Machines, verdict_of
 from canzona_cli.launch.outcome import Outcome
-from canzona_cli.run.files import RunFiles, read_json, write_json_atomic
+from canzona_cli.records.files import RunFiles, read_json, write_json_atomic
 from tests.waiting import wait_until
 
 DONE = Outcome(status="done", exit_code=0, message="", step=4, loss=1.5)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.commands.train_end import _show_reason
-from canzona_cli.errors import CheckpointInvalid, ConfigError, Diverged, ExitCode, Problem, SaveFailed
+from canzona_cli.cli.commands.train_end import _show_reason
+from canzona_cli.core.errors import CheckpointInvalid, ConfigError, Diverged, ExitCode, Problem, SaveFailed
 from canzona_cli.launch.outcome import Outcome, Workers, judge, killed_outcome
-from canzona_cli.run.codec import load_if_valid, save
-from canzona_cli.run.files import RunFiles, StopReason
-from canzona_cli.run.records import RankError, RankResult, RankStatus, RunResult
+from canzona_cli.records.codec import load_if_valid, save
+from canzona_cli.records.files import RunFiles, StopReason
+from canzona_cli.records.records import RankError, RankResult, RankStatus, RunResult
 from canzona_cli.training.records import RankRecord
 from tests.checkpoint import checkpoints
 

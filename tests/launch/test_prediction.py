@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.config.schema import AdamWConfig, Execution, MuonConfig, OptimizerConfig, Strategy
+from canzona_cli.core.phases import IN_STEP, LABELS
+from canzona_cli.core.planner.make import make_plan
+from canzona_cli.core.setup import AdamWConfig, Execution, MuonConfig, OptimizerConfig, Strategy
 from canzona_cli.launch.run_dir import predict_here
-from canzona_cli.planner.make import make_plan
-from canzona_cli.run.breakdown import load_prediction
-from canzona_cli.run.codec import save
-from canzona_cli.run.files import RunFiles
-from canzona_cli.run.phases import IN_STEP, LABELS
-from tests.run.runs import CONFIG, LAYOUT
+from canzona_cli.records.breakdown import load_prediction
+from canzona_cli.records.codec import save
+from canzona_cli.records.files import RunFiles
+from tests.records.runs import CONFIG, LAYOUT
 
 MUON, ADAMW = MuonConfig(name="muon", lr=3e-3), AdamWConfig(name="adamw", lr=3e-3)
 

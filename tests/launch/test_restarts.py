@@ -18,11 +18,11 @@ from canzona_cli.launch.machines import Machines
 from canzona_cli.launch.outcome import Outcome
 from canzona_cli.launch.restarts import LONGEST_WAIT_S, Restarts, resume_command, resume_hint, run_with_restarts
 from canzona_cli.launch.stop import Requests, handle_signals
-from canzona_cli.run.codec import load_if_valid
-from canzona_cli.run.files import RunFiles, StopReason, read_json
-from canzona_cli.run.records import RunResult, RunStatus
+from canzona_cli.records.codec import load_if_valid
+from canzona_cli.records.files import RunFiles, StopReason, read_json
+from canzona_cli.records.records import RunResult, RunStatus
 from tests.checkpoint.checkpoints import save as save_checkpoint
-from tests.commands.support import canzona, start_stand_in
+from tests.cli.commands.support import canzona, start_stand_in
 from tests.faults.support import run_config
 from tests.launch.stand_in import STEP_S, STEPS
 

@@ -10,20 +10,20 @@ import pytest
 from canzona_cli.checkpoint.commit import begin, finish, write_part
 from canzona_cli.checkpoint.manifest import Header, LossMemory, Progress, Shard
 from canzona_cli.config.compose import dump_resolved
-from canzona_cli.config.schema import AdamWConfig, CheckpointConfig, CustomConfig, Layout, RunConfig
-from canzona_cli.errors import CheckpointInvalid, ConfigError, Problem
+from canzona_cli.core.errors import CheckpointInvalid, ConfigError, Problem
+from canzona_cli.core.setup import AdamWConfig, CheckpointConfig, CustomConfig, Layout, RunConfig
 from canzona_cli.launch.resume import Resumption, choose_resumption
 from canzona_cli.launch.resumed_data import data_changes
 from canzona_cli.launch.run_dir import RunDirectory
-from canzona_cli.run import codec
-from canzona_cli.run.codec import JsonLines, load_if_valid
-from canzona_cli.run.files import RunFiles, append_json_line, read_json, write_json_atomic
-from canzona_cli.run.records import ResumePoint, RunResult, RunStatus, ValidationLoss
+from canzona_cli.records import codec
+from canzona_cli.records.codec import JsonLines, load_if_valid
+from canzona_cli.records.files import RunFiles, append_json_line, read_json, write_json_atomic
+from canzona_cli.records.records import ResumePoint, RunResult, RunStatus, ValidationLoss
 from tests.checkpoint.checkpoints import buffer
-from tests.commands.support import canzona
+from tests.cli.commands.support import canzona
 from tests.faults.support import LAYOUT, run_config
+from tests.records.runs import with_tokens
 from tests.refusals import refused
-from tests.run.runs import with_tokens
 
 NORM = {"final_layernorm.weight/master": buffer("F32", (256,), bytes(1024))}
 INTERVAL = 2

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.checkpoint.manifest import Progress
-from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.core.errors import ConfigError
+from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.core.simulate.fit import resolve
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.data.indexed import inspect_pair
 from canzona_cli.data.order import Reads, count_reads, order_of
 from canzona_cli.data.sidecar import saved_tokenizer_path
-from canzona_cli.errors import ConfigError
 from canzona_cli.launch.resume import Resumption
 from canzona_cli.launch.resumed_data import check_tokenizer, data_changes, other_text
-from canzona_cli.run.corpus import DataPlan
+from canzona_cli.records.corpus import DataPlan
 from tests.data.texts import prepare_documents
 
 LENGTH = 32

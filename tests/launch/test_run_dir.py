@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem
+from canzona_cli.core.errors import CanzonaError, ConfigError, EnvironmentProblem
 from canzona_cli.launch import torchrun
 from canzona_cli.launch.run_dir import RunDirectory, check_free, describe_environment, unsafe_place
-from canzona_cli.run.corpus import read_corpus
-from canzona_cli.run.files import (
+from canzona_cli.records.corpus import read_corpus
+from canzona_cli.records.files import (
     RunFiles,
     append_json_line,
     read_json,
@@ -22,8 +22,8 @@ from canzona_cli.run.files import (
     write_text_atomic,
 )
 from tests.faults.support import LAYOUT, run_config
+from tests.records.runs import CORPUS
 from tests.refusals import refused
-from tests.run.runs import CORPUS
 
 
 def test_of_many_launches_at_once_exactly_one_gets_the_directory(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from canzona_cli.launch.stop import (
     early_stop_outcome,
     handle_signals,
 )
-from canzona_cli.run.files import RunFiles
+from canzona_cli.records.files import RunFiles
 from tests.checkpoint.checkpoints import save
 
 

@@ -11,11 +11,11 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.utils import get_model_config
 
 from canzona_cli import Engine
-from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.megatron.model import Trainee, build_model
-from canzona_cli.megatron.optimizer import Overrides, build_schedule
-from canzona_cli.megatron.parallel import World, exchange_objects_as_json
-from canzona_cli.megatron.timers import PhaseTimer
+from canzona_cli.core.megatron.model import Trainee, build_model
+from canzona_cli.core.megatron.optimizer import Overrides, build_schedule
+from canzona_cli.core.megatron.parallel import World, exchange_objects_as_json
+from canzona_cli.core.megatron.timers import PhaseTimer
+from canzona_cli.core.setup import Layout, RunConfig
 from canzona_cli.training.data import Batch, BatchStream
 from canzona_cli.training.step import train_step
 from tests.dist.samples import samples_of

@@ -31,9 +31,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
 from canzona_cli import use_in_megatron_lm
-from canzona_cli.megatron import cpu_backend
-from canzona_cli.megatron.matrix_buffers import global_parameters
-from tests.commands.support import ready_to_fork
+from canzona_cli.core.megatron import cpu_backend
+from canzona_cli.core.megatron.matrix_buffers import global_parameters
+from tests.cli.commands.support import ready_to_fork
 from tests.dist.ranks import run_ranks
 
 STEPS, LENGTH, VOCABULARY = 8, 64, 128

@@ -14,11 +14,11 @@ from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.utils import get_model_config
 
 from canzona_cli import Engine
-from canzona_cli.errors import CanzonaError, Unsupported
-from canzona_cli.megatron.limits import BUCKETS, MODEL, OPTIMIZER, Limit
-from canzona_cli.megatron.model import build_model
-from canzona_cli.megatron.optimizer import Overrides
-from canzona_cli.megatron.parallel import World
+from canzona_cli.core.errors import CanzonaError, Unsupported
+from canzona_cli.core.megatron.limits import BUCKETS, MODEL, OPTIMIZER, Limit
+from canzona_cli.core.megatron.model import build_model
+from canzona_cli.core.megatron.optimizer import Overrides
+from canzona_cli.core.megatron.parallel import World
 from tests.dist import jobs
 from tests.dist.jobs import SMALL
 from tests.library.loops import Trained, by_canzona, by_megatron, optimizer_config, train, trainee_of

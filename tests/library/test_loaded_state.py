@@ -10,9 +10,9 @@ import torch
 from megatron.core import dist_checkpointing
 from torch.distributed import distributed_c10d
 
-from canzona_cli.engine.stored_state import SHARDING
-from canzona_cli.megatron.model import Trainee, unwrap
-from canzona_cli.megatron.parallel import World
+from canzona_cli.core.engine.stored_state import SHARDING
+from canzona_cli.core.megatron.model import Trainee, unwrap
+from canzona_cli.core.megatron.parallel import World
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step
 from tests.dist import jobs

@@ -10,8 +10,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
 import canzona_cli
-from canzona_cli.megatron.model import build_model
-from canzona_cli.megatron.parallel import World
+from canzona_cli.core.megatron.model import build_model
+from canzona_cli.core.megatron.parallel import World
 from tests.dist import jobs
 from tests.dist.samples import samples_of
 from tests.library.loops import optimizer_config

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from tests.commands.support import ran
+from tests.cli.commands.support import ran
 
 NOTHING_HEAVY = """
 import sys
@@ -35,13 +35,13 @@ import megatron.training.training as training, megatron.core.parallel_state as p
 before, functions, groups = state(), dict(vars(training)), dict(vars(parallel_state))
 import canzona_cli
 from canzona_cli import Engine, use_in_megatron_lm
-from tests.commands.support import ran
+from tests.cli.commands.support import ran
 after = state()
 for name in before:
     assert before[name] == after[name], name
 assert functions == dict(vars(training)) and groups == dict(vars(parallel_state))
 assert "wandb" not in sys.modules or sys.modules["wandb"] is not None
-assert "canzona_cli.megatron.quick_import" not in sys.modules
+assert "canzona_cli.core.megatron.quick_import" not in sys.modules
 assert {"Engine", "use_in_megatron_lm"} <= set(canzona_cli.__all__)
 """
 

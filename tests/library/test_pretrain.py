@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from canzona_cli.errors import Unsupported
+from canzona_cli.core.errors import Unsupported
 
 if TYPE_CHECKING:  # Megatron-LM's training takes seconds to import
     from tests.library.pretraining import Pretrained

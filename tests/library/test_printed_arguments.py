@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.cluster.search import candidates
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.megatron_translation import read_megatron_run
-from canzona_cli.costs.buffers import stage_weights
+from canzona_cli.core.costs.buffers import stage_weights
+from canzona_cli.core.simulate.search import candidates
 
 SHARDED = ("--use-distributed-optimizer",)
 RUNS: dict[str, tuple[str, ...]] = {

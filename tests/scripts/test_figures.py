@@ -8,9 +8,9 @@ import figures
 import pytest
 
 from canzona_cli.bench.simulated import run_simulation
-from canzona_cli.planner.make import make_plan
-from canzona_cli.run.words import milliseconds, predicted_overhead, step_time
-from canzona_cli.simulate.predict import simulate_plan
+from canzona_cli.core.planner.make import make_plan
+from canzona_cli.core.simulate.predict import simulate_plan
+from canzona_cli.records.words import milliseconds, predicted_overhead, step_time
 
 
 def _cells(row: str) -> list[str]:

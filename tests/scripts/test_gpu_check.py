@@ -21,14 +21,14 @@ from gpu_parts.traces import Event, read_steps
 from gpu_parts.updates import Update
 from published import NOTHING_COMPARED, measured_here
 
-from canzona_cli.calibrate.compute import Variant
-from canzona_cli.calibrate.timing import Team
-from canzona_cli.config.schema import Mode
-from canzona_cli.costs.update import flops
-from canzona_cli.errors import WorkerCrashed
-from canzona_cli.model.matrices import layer_shapes
-from canzona_cli.optimizers.facts import Algorithm
-from canzona_cli.run.statistics import Quartiles
+from canzona_cli.bench.calibrate.compute import Variant
+from canzona_cli.bench.calibrate.timing import Team
+from canzona_cli.core.costs.update import flops
+from canzona_cli.core.errors import WorkerCrashed
+from canzona_cli.core.model.matrices import layer_shapes
+from canzona_cli.core.optimizers.facts import Algorithm
+from canzona_cli.core.setup import Mode
+from canzona_cli.records.statistics import Quartiles
 from tests.sizes import model
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -264,8 +264,8 @@ def test_reductions_that_run_one_by_one_fall_short() -> None:
 
 
 def test_runs_on_a_gpu_are_ones_that_compose(tmp_path: Path) -> None:
-    from canzona_cli.cluster import fit
     from canzona_cli.config.compose import compose_run
+    from canzona_cli.core.simulate import fit
 
     setup = Setup(
         device="cuda", name="NVIDIA H200", memory_gib=47.5, gpus=2, sizes=(), budget_s=0.1, work=str(tmp_path)

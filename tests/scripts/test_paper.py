@@ -6,9 +6,9 @@ from pathlib import Path
 import paper
 import pytest
 
-from canzona_cli.costs.buffers import bucket_elements
-from canzona_cli.planner.make import settings
-from tests.commands.support import ran
+from canzona_cli.core.costs.buffers import bucket_elements
+from canzona_cli.core.planner.make import settings
+from tests.cli.commands.support import ran
 
 pytestmark = pytest.mark.sweep
 ROOT = Path(__file__).parents[2]

@@ -22,11 +22,11 @@ from published_rows import (
     run_of,
 )
 
-from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
-from canzona_cli.costs.memory import estimate
-from canzona_cli.errors import ConfigError
-from tests.commands.support import ran
+from canzona_cli.core.costs.memory import estimate
+from canzona_cli.core.errors import ConfigError
+from canzona_cli.core.simulate.fit import resolve
+from tests.cli.commands.support import ran
 
 REPOSITORY = Path(__file__).parents[2]
 _FILE = yaml.safe_load(ROWS.with_name("predictions.yaml").read_text(encoding="utf-8"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.run.files import RunFiles, read_json
+from canzona_cli.records.files import RunFiles, read_json
 from tests.slurm.cluster import Slurm
 
 pytestmark = pytest.mark.slurm

@@ -9,7 +9,7 @@ import pytest
 
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.checkpoint.verify import verify
-from canzona_cli.run.files import RunFiles, read_json
+from canzona_cli.records.files import RunFiles, read_json
 from tests.slurm.cluster import Slurm
 from tests.slurm.test_jobs import REPOSITORY, SMALL, environment, submit
 from tests.waiting import PATIENCE_S

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.run.codec import load_if_valid
-from canzona_cli.run.files import RunFiles
-from canzona_cli.run.records import RunResult, read_rank
+from canzona_cli.records.codec import load_if_valid
+from canzona_cli.records.files import RunFiles
+from canzona_cli.records.records import RunResult, read_rank
 from tests.slurm.cluster import Slurm
 from tests.slurm.test_jobs import CANZONA, SMALL, environment, submit
 from tests.slurm.test_requeue import steps_done, wait_for_steps

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from canzona_cli.checkpoint.manifest import Header, LossMemory, Manifest, Progress, manifest_text, parse_manifest
-from canzona_cli.config.schema import DataConfig, EngineConfig, MuonConfig, RunConfig, TrainConfig
-from canzona_cli.errors import ExitCode
+from canzona_cli.core.errors import ExitCode
+from canzona_cli.core.setup import DataConfig, EngineConfig, MuonConfig, RunConfig, TrainConfig
 from canzona_cli.training.guards import (
     ENOUGH,
     NEW_LEVEL,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from canzona_cli.megatron.timers import StepTiming
+from canzona_cli.core.megatron.timers import StepTiming
 from canzona_cli.training.measure import WARM_UP_STEPS, measured_steps
 
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from canzona_cli.checkpoint.huggingface import generating
 from canzona_cli.checkpoint.snapshot import random_states, set_random_states
-from canzona_cli.config.schema import Device
-from canzona_cli.huggingface import generating
-from canzona_cli.megatron import cpu_backend, parallel
-from canzona_cli.megatron.parallel import World
-from canzona_cli.megatron.timers import PhaseTimer
-from canzona_cli.run.files import RunFiles
+from canzona_cli.core.megatron import cpu_backend, parallel
+from canzona_cli.core.megatron.parallel import World
+from canzona_cli.core.megatron.timers import PhaseTimer
+from canzona_cli.core.setup import Device
+from canzona_cli.records.files import RunFiles
 from canzona_cli.training import probe
 from canzona_cli.training.data import Batch, BatchStream
 from canzona_cli.training.measure import StepProfiler, _peak_memory

@@ -10,14 +10,14 @@ from unittest.mock import Mock
 
 import pytest
 
-from canzona_cli.errors import CanzonaError, ConfigError, DoesNotFit, EnvironmentProblem, ExitCode, Problem
-from canzona_cli.run.breakdown import MeasuredBreakdown, load_breakdown
-from canzona_cli.run.files import RunFiles
-from canzona_cli.run.records import StepMetrics, describe, event_of
-from canzona_cli.run.statistics import OverRanks
+from canzona_cli.core.errors import CanzonaError, ConfigError, DoesNotFit, EnvironmentProblem, ExitCode, Problem
+from canzona_cli.records.breakdown import MeasuredBreakdown, load_breakdown
+from canzona_cli.records.files import RunFiles
+from canzona_cli.records.records import StepMetrics, describe, event_of
+from canzona_cli.records.statistics import OverRanks
 from canzona_cli.training.loop import NonFiniteLoss
 from canzona_cli.training.records import Journal, RankRecord
-from tests.run.runs import LAYOUT
+from tests.records.runs import LAYOUT
 
 BREAKDOWN = MeasuredBreakdown(
     strategy="canzona",
@@ -186,7 +186,7 @@ def test_a_breakdown_that_cannot_be_written_is_only_told(files: RunFiles) -> Non
 def test_on_a_full_disk_a_ranks_end_is_written_over_its_start(files: RunFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     record = RankRecord(files, 0)
     record.record_start()
-    monkeypatch.setattr("canzona_cli.run.files.write_json_atomic", _full)
+    monkeypatch.setattr("canzona_cli.records.files.write_json_atomic", _full)
     monkeypatch.setattr("canzona_cli.training.records.write_json_atomic", _full)
     record.step, record.lost = 12, {"metrics.jsonl": 3}
     assert record.record_end("preempted") == ExitCode.OK, "the file tells it"

@@ -7,8 +7,8 @@ from typing import cast
 import pytest
 import torch
 
-from canzona_cli.megatron.parallel import World
-from canzona_cli.megatron.timers import PhaseTimer
+from canzona_cli.core.megatron.parallel import World
+from canzona_cli.core.megatron.timers import PhaseTimer
 from canzona_cli.training.measure import LIMITS, WINDOW, StragglerWatch, find_stragglers
 from canzona_cli.training.records import Journal
 

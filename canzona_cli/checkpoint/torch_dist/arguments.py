@@ -1,0 +1,133 @@
+"""Translates a run's settings to Megatron-LM's arguments, and to the parameter groups and the schedule in
+Megatron-LM's checkpoints."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Final
+
+from canzona_cli.checkpoint.manifest import Progress
+from canzona_cli.checkpoint.torch_dist.names import Kind
+from canzona_cli.config.megatron_arguments import limited, table
+from canzona_cli.config.settings import value_of
+from canzona_cli.config.unknown_keys import exact_key
+from canzona_cli.core.engine.stored_state import SHARDING
+from canzona_cli.core.setup import RunConfig
+
+_DECAYS: Final = {"wsd": "WSD"}
+_FIXED: Final[Mapping[str, object]] = {
+    "swiglu": True,
+    "group_query_attention": True,
+    "add_position_embedding": True,
+    "use_rotary_position_embeddings": True,
+    "squared_relu": False,
+    "apply_layernorm_1p": False,
+    "apply_query_key_layer_scaling": False,
+    "moe_layer_freq": 1,
+    "ckpt_format": "torch_dist",
+    # The checkpoint has no layout and no random states: ranks read the tensors that they need.
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "world_size": 1,
+    "data_parallel_size": 1,
+    "no_save_rng": True,
+    "dist_ckpt_optim_fully_reshardable": True,
+}
+"""The arguments that are the same for all of canzona's models, excluding those for which canzona supports
+only one value."""
+
+
+def arguments_of(config: RunConfig, progress: Progress, *, has_state: bool) -> dict[str, object]:
+    """Returns Megatron-LM's arguments for a run, which `--use-checkpoint-args` reads, and the run's position
+    in its data.
+
+    Args:
+        has_state: True if the checkpoint has optimizer state.
+    """
+    model, schedule = config.model, config.schedule.complete(config.train.steps)
+    muon = config.optimizer.name == "muon"
+    names = [*table()["same"], *(table()["muon"] if muon else ())]
+    keys = {name: key for name in names if (key := exact_key(name)) is not None and not key.startswith("parallel.")}
+    return {
+        **{name: value_of(config, key) for name, key in keys.items()},
+        **{name: accepted[0] for name, accepted, _ in (*limited("refused"), *limited("plans_only"))},
+        **_FIXED,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "num_query_groups": model.num_query_groups,
+        "kv_channels": model.head_dim,
+        "padded_vocab_size": model.vocab_size,
+        "untie_embeddings_and_output_weights": not model.tied_embeddings,
+        "use_rope_scaling": model.rope_scaling is not None,
+        "rope_scaling_factor": model.rope_scaling or 8.0,
+        "max_position_embeddings": config.train.seq_length,
+        "optimizer": "muon" if muon else "adam",
+        "muon_split_qkv": config.engine.splitting != "fused",
+        "bf16": config.train.precision == "bf16",
+        "grad_reduce_in_bf16": config.train.grad_reduce_dtype == "bf16",
+        "global_batch_size": config.train.global_batch_size,
+        "train_iters": config.train.steps,
+        "lr_decay_style": _DECAYS.get(schedule.decay, schedule.decay),
+        "lr_decay_iters": schedule.decay_steps,
+        "lr_warmup_iters": schedule.warmup_steps,
+        "lr_wsd_decay_style": "linear",
+        "lr_wsd_decay_iters": schedule.wsd_decay_steps,
+        "consumed_train_samples": progress.samples,
+        "no_save_optim": not has_state,
+    }
+
+
+def schedule_state(config: RunConfig, progress: Progress) -> dict[str, object]:
+    """Returns the state of Megatron-LM's schedule, which counts samples."""
+    schedule, batch = config.schedule.complete(config.train.steps), config.train.global_batch_size or 1
+    optimizer = config.optimizer
+    return {
+        "max_lr": optimizer.lr,
+        "min_lr": optimizer.min_lr,
+        "lr_warmup_steps": (schedule.warmup_steps or 0) * batch,
+        "lr_decay_steps": (schedule.decay_steps or 0) * batch,
+        "lr_decay_style": _DECAYS.get(schedule.decay, schedule.decay),
+        "num_steps": progress.samples,
+        "start_wd": optimizer.weight_decay,
+        "end_wd": optimizer.weight_decay,
+        "wd_incr_style": "constant",
+        "wd_incr_steps": config.train.steps * batch,
+    }
+
+
+def optimizer_groups(config: RunConfig, kind: Kind, step: float) -> dict[object, object]:
+    """Returns the parameter groups of Megatron's distributed AdamW, or of its layer-wise Muon together with
+    AdamW.
+
+    Args:
+        step: The number of steps that AdamW has taken.
+    """
+    optimizer = config.optimizer
+    usual = {
+        "wd_mult": 1.0,
+        "lr_mult": 1.0,
+        "is_decoupled_lr": False,
+        "is_expert_parallel": False,
+        "default_config": True,
+        "max_lr": optimizer.lr,
+        "min_lr": optimizer.min_lr,
+        "lr": optimizer.lr,
+        "weight_decay": optimizer.weight_decay,
+    }
+    adamw = {
+        **usual,
+        "betas": (optimizer.beta1, optimizer.beta2),
+        "eps": optimizer.eps,
+        "bias_correction": True,
+        "decoupled_weight_decay": True,
+        "step": step,
+        **({"optimizer": "adam"} if kind == "muon" else {}),
+    }
+    # Weight decay does not apply to norms.
+    groups: dict[object, object] = {
+        "optimizer": {"param_groups": [adamw, {**adamw, "wd_mult": 0.0}]},
+        "param_state_sharding_type": SHARDING,
+    }
+    if kind == "adamw":
+        return groups
+    momentum = asdict(optimizer).get("momentum")
+    muon = {**usual, "momentum": momentum}
+    return {0: {"optimizer": {"param_groups": [muon]}}, 1: groups}

@@ -1,0 +1,209 @@
+"""Exports a checkpoint to Megatron's format `torch_dist`, one tensor at a time: weights, and the masters and
+the state of Muon or AdamW. Megatron-LM's `--load` continues from it."""
+
+import io
+import os
+import pickle
+from argparse import Namespace
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from canzona_cli.checkpoint.contents import ELEMENTWISE, MASTER
+from canzona_cli.checkpoint.manifest import Manifest
+from canzona_cli.checkpoint.reader import Reader
+from canzona_cli.checkpoint.staging import stage_folder
+from canzona_cli.checkpoint.torch_dist.arguments import arguments_of, optimizer_groups, schedule_state
+from canzona_cli.checkpoint.torch_dist.folder import COMMON, DTYPES, FORMAT, INDEX, TRACKER
+from canzona_cli.checkpoint.torch_dist.names import Kind, Parameter, parameters, state_key
+from canzona_cli.core.engine.stored_state import SHARDING
+from canzona_cli.core.errors import ConfigError, Problem
+from canzona_cli.core.setup import RunConfig
+from canzona_cli.records.files import sync_folder, write_json_atomic, write_text_atomic
+
+_FILE: Final = "__0_0.distcp"
+_OBJECTS: Final = ("self_attention.core_attention", "self_attention.linear_qkv", "self_attention.linear_proj")
+_EXTRA: Final = (*_OBJECTS, "mlp.linear_fc1", "mlp.linear_fc2")
+"""The modules of a layer for which Megatron stores an object in addition to the weights; an export writes
+empty objects."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedToMegatron:
+    """The result of an export, with the numbers of tensors and bytes written."""
+
+    iteration: int
+    tensors: int
+    bytes: int
+    """The size of the tensors' file."""
+    optimizer_state: Kind | None
+    """The optimizer whose state is among the tensors; None for weights without state."""
+
+
+class _Writer:
+    """A writer of the file with tensors and objects, and of its index."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("xb")
+        self._chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
+        self._table: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        self._places: dict[MetadataIndex, _StorageInfo] = {}
+
+    def add(self, key: str, tensor: torch.Tensor, whole: tuple[int, ...], offsets: tuple[int, ...]) -> None:
+        """Adds a chunk of a tensor."""
+        offset, sizes = torch.Size(offsets), tensor.size()
+        self._write(MetadataIndex(key, offset), tensor)
+        self._chunks[key].append(ChunkStorageMetadata(offsets=offset, sizes=sizes))
+        properties = TensorProperties(dtype=tensor.dtype)
+        self._table[key] = TensorStorageMetadata(properties, torch.Size(whole), self._chunks[key])
+
+    def add_object(self, key: str, content: object) -> None:
+        buffer = io.BytesIO()
+        torch.save(content, buffer)
+        self._table[key] = BytesStorageMetadata()
+        self._write(MetadataIndex(key), buffer)
+
+    def finish(self) -> tuple[bytes, int, int]:
+        """Syncs the file; returns the index, the number of tensors and the size of the file."""
+        size = self._file.tell()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        index = Metadata(state_dict_metadata=self._table, storage_data=self._places)
+        index.mcore_data = {}  # type: ignore[attr-defined] # as Megatron writes it
+        return pickle.dumps(index), len(self._chunks), size
+
+    def _write(self, index: MetadataIndex, content: torch.Tensor | io.BytesIO) -> None:
+        start = self._file.tell()
+        if isinstance(content, io.BytesIO):
+            self._file.write(content.getbuffer())
+        else:
+            torch.save(content, self._file)
+        length = self._file.tell() - start
+        self._places[index] = _StorageInfo(_FILE, start, length)
+
+
+def export_torch_dist(
+    reader: Reader,
+    out: Path,
+    *,
+    config: RunConfig,
+    manifest: Manifest,
+    on_bytes: Callable[[int], None] = lambda _: None,
+) -> ExportedToMegatron:
+    """Writes a folder for Megatron-LM's `--load`. The folder appears only when it is complete.
+
+    Args:
+        reader: The reader of a verified checkpoint.
+        out: The folder to write; it must be empty or not exist.
+        config: The run that saved the checkpoint.
+
+    Raises:
+        ConfigError: `out` is not empty, or the model has experts.
+        CheckpointInvalid: The checkpoint lacks a tensor, or has values that are not finite.
+        EnvironmentProblem: The folder cannot be written.
+    """
+    if config.model.num_experts:
+        reason = "only dense decoders can be exported to this format"
+        problem = Problem(key="--to", value="megatron", reason=reason, fix="--to hf writes models with experts")
+        raise ConfigError(problem)
+    kind = _kind(manifest)
+    iteration = manifest.progress.step
+    with stage_folder(out, key="OUT") as root:
+        folder = root / f"iter_{iteration:07d}"
+        folder.mkdir()
+        writer = _Writer(folder / _FILE)
+        steps = [_add(writer, reader, parameter, kind, config, on_bytes) for parameter in parameters(config.model)]
+        for key in _empty_objects(config):
+            writer.add_object(key, [None])
+        index, tensors, size = writer.finish()
+        _write(folder / INDEX, index)
+        common = io.BytesIO()
+        torch.save(_common(config, manifest, kind, max(steps)), common)
+        _write(folder / COMMON, common.getvalue())
+        write_json_atomic(folder / FORMAT, {"sharded_backend": "torch_dist", "sharded_backend_version": 1})
+        sync_folder(folder)
+        write_text_atomic(root / TRACKER, f"{iteration}")
+    return ExportedToMegatron(iteration=iteration, tensors=tensors, bytes=size, optimizer_state=kind)
+
+
+def _kind(manifest: Manifest) -> Kind | None:
+    """Returns the optimizer whose state is in the checkpoint; None if there is no state or Megatron does not
+    have the optimizer."""
+    known: dict[str, Kind] = {name: name for name in ELEMENTWISE}
+    return known.get(manifest.optimizer) if manifest.progress.step else None
+
+
+def _add(
+    writer: _Writer,
+    reader: Reader,
+    parameter: Parameter,
+    kind: Kind | None,
+    config: RunConfig,
+    on_bytes: Callable[[int], None],
+) -> float:
+    """Adds a parameter with its master and its state; returns the number of AdamW's steps for the
+    parameter."""
+    fields = (MASTER, *parameter.state_fields(kind)) if kind else ()
+    lead = () if parameter.layer is None else (parameter.layer,)
+    whole = (*((config.model.num_layers,) if lead else ()), *parameter.shape)
+    offsets = (*lead, *(0 for _ in parameter.shape))
+    weight_dtype = DTYPES["bfloat16" if config.train.precision == "bf16" else "float32"]
+    for field in dict.fromkeys(("", *fields)):
+        rows = torch.cat([reader.block(block, field or MASTER) for block in parameter.blocks])
+        # Cloned, because torch.save writes the whole memory of a view.
+        tensor = rows.view(*(1 for _ in lead), *parameter.shape).clone()
+        key = state_key(parameter, field, kind) if field and kind else parameter.key
+        writer.add(key, tensor if field else tensor.to(weight_dtype), whole, offsets)
+        on_bytes(rows.nbytes)
+    reader.unmap()
+    return reader.step(parameter.blocks[0].unit) or 0.0
+
+
+def _empty_objects(config: RunConfig) -> list[str]:
+    """Lists the keys of the objects that Megatron expects in addition to the weights."""
+    layers = config.model.num_layers
+    inside = [
+        f"decoder.layers.{name}._extra_state/shard_{layer}_{layers}" for name in _EXTRA for layer in range(layers)
+    ]
+    return [*inside, "output_layer._extra_state/shard_0_1", "decoder.final_layernorm._extra_state/shard_0_1"]
+
+
+def _common(config: RunConfig, manifest: Manifest, kind: Kind | None, step: float) -> Mapping[str, object]:
+    """Returns the contents of `common.pt`, which all ranks read."""
+    arguments = arguments_of(config, manifest.progress, has_state=kind is not None)
+    common: dict[str, object] = {
+        "args": Namespace(**arguments),
+        "checkpoint_version": 3.0,
+        "iteration": manifest.progress.step,
+        "content_metadata": {
+            "distrib_optim_sharding_type": SHARDING,
+            "distrib_optim_fully_reshardable_mem_efficient": False,
+            "singleton_local_shards": False,
+            "chained_optim_avoid_prefix": True,
+        },
+    }
+    if kind is not None:
+        common["optimizer"] = optimizer_groups(config, kind, step)
+        common["opt_param_scheduler"] = schedule_state(config, manifest.progress)
+    return common
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,299 @@
+"""Reads folders from untrusted authors in Megatron's distributed format `torch_dist`.
+
+The index (`.metadata`) and the arguments (`common.pt`) are pickles. Megatron and torch would import and run
+any function that a pickle names. Here only a few names are allowed, which become plain data and are never
+imported.
+"""
+
+import io
+import pickle
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NoReturn
+
+import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+from canzona_cli.checkpoint.torch_dist.pickles import check_pickle, check_saved
+from canzona_cli.core.errors import CheckpointInvalid, ConfigError, Problem
+from canzona_cli.core.reading import Unreadable, parse_json, read_plain
+
+FORMAT: Final = "metadata.json"
+TRACKER: Final = "latest_checkpointed_iteration.txt"
+INDEX, COMMON, COMMON_KEY = ".metadata", "common.pt", "common_state/shard_0_1"
+DTYPES: Final = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
+"""The data types of stored tensors that are supported, by their names in torch's pickles."""
+_AGAIN: Final = "copy the folder again, or name another one"
+_DCP: Final = "torch.distributed.checkpoint"
+_RECORDS: Final = frozenset(
+    [
+        *(f"{_DCP}.metadata.{name}" for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata")),
+        *(f"{_DCP}.metadata.{name}" for name in ("ChunkStorageMetadata", "TensorProperties", "MetadataIndex")),
+        *(f"{_DCP}.metadata.{name}" for name in ("StorageMeta", "_MEM_FORMAT_ENCODING")),
+        *(f"{_DCP}.planner.{name}" for name in ("SavePlan", "WriteItem", "WriteItemType")),
+        *(f"{_DCP}.planner.{name}" for name in ("TensorWriteData", "BytesIOWriteData")),
+        *(f"{_DCP}.filesystem.{name}" for name in ("_StorageInfo", "_StoragePrefix")),
+        "torch.serialization._get_layout",
+    ]
+)
+"""The names that `.metadata` may contain, in addition to torch.Size, OrderedDict and torch's data types."""
+_ARGUMENTS: Final = ("argparse.Namespace", "signal.Signals", "megatron.")
+"""The prefixes of the class names that the arguments may contain; Megatron's classes are enumerations."""
+
+
+class _Record:
+    """A stand-in for an object whose class is not imported, with the object's attributes."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        vars(self).update(state if isinstance(state, dict) else {"state": state})
+
+
+class _SafeUnpickler(pickle.Unpickler):
+    """An unpickler that replaces allowed classes by plain data and refuses all other names."""
+
+    def find_class(self, module: str, name: str) -> type:
+        full = f"{module}.{name}"
+        if full == "torch.Size":
+            return tuple
+        if full == "collections.OrderedDict":
+            return OrderedDict
+        if full in _RECORDS or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return type(name, (_Record,), {})
+        raise pickle.UnpicklingError(f"{full} is not a class that an index may contain")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """A range of bytes in one of the folder's files."""
+
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chunk:
+    """A block of a tensor, stored in one place."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    place: _Place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tensor:
+    shape: tuple[int, ...]
+    chunks: tuple[_Chunk, ...]
+
+
+class TorchDistFolder:
+    """A distributed checkpoint of Megatron.
+
+    Args:
+        path: the folder of a checkpoint, such as `iter_0000004`, or the folder of Megatron's `--save`.
+        key: the option or setting that named the folder, for messages.
+
+    Raises:
+        ConfigError: the tracker file in `path` does not name a checkpoint in this format.
+        CheckpointInvalid: the checkpoint is missing or damaged, or names classes that a checkpoint does not
+            need.
+    """
+
+    def __init__(self, path: Path, *, key: str) -> None:
+        self._key, self.asked, self.path = key, path, _iteration(path, key)
+        try:
+            settings = parse_json(read_plain(self.path / FORMAT))
+            if not isinstance(settings, dict) or settings.get("sharded_backend") != "torch_dist":
+                self._refuse(FORMAT, "does not belong to a checkpoint in the format torch_dist")
+            content = read_plain(self.path / INDEX)
+        except Unreadable as error:
+            self._refuse("", f"a file of the checkpoint {error}")
+        with self._reading(INDEX):
+            check_pickle(content)
+            self._tensors, self._objects = _index(_SafeUnpickler(io.BytesIO(content)).load())
+        self.common: Mapping[object, object] = self._common()
+
+    @property
+    def keys(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of all tensors, by key."""
+        return {key: tensor.shape for key, tensor in self._tensors.items()}
+
+    @property
+    def arguments(self) -> Mapping[str, object]:
+        """The arguments of the run that saved the checkpoint."""
+        arguments = self.common.get("args")
+        if not isinstance(arguments, _Record | Namespace):  # Namespace itself if Megatron has been imported
+            self._refuse(COMMON, "has no arguments of Megatron-LM")
+        kinds = (bool, int, float, str, list, torch.dtype)
+        return {name: value for name, value in vars(arguments).items() if isinstance(value, kinds)}
+
+    def read(self, key: str, at: int | None = None) -> torch.Tensor:
+        """Reads a tensor as fp32, assembled from its chunks.
+
+        Args:
+            at: an index on the first axis; only this slice is read, and returned without the axis. None reads
+                the whole tensor.
+
+        Raises:
+            CheckpointInvalid: a chunk is missing, overlaps another one, or cannot be read.
+        """
+        stored = self._tensors[key]
+        shape, first = (stored.shape, ()) if at is None else (stored.shape[1:], (at,))
+        whole, covered = torch.empty(shape), torch.zeros(shape, dtype=torch.bool)
+        overlaps = False
+        for chunk in stored.chunks:
+            if first and not chunk.offsets[0] <= first[0] < chunk.offsets[0] + chunk.sizes[0]:
+                continue
+            data = self._tensor(key, chunk)
+            if first:
+                data = data[first[0] - chunk.offsets[0]]
+            offsets_and_sizes = zip(chunk.offsets[len(first) :], data.shape, strict=True)
+            region = tuple(slice(start, start + size) for start, size in offsets_and_sizes)
+            overlaps |= bool(covered[region].any())
+            whole[region], covered[region] = data, True
+        if overlaps or not covered.all():
+            self._refuse(INDEX, f"the chunks of {key} overlap, or leave gaps")
+        return whole
+
+    def _tensor(self, key: str, chunk: _Chunk) -> torch.Tensor:
+        with self._reading(f"{chunk.place.file}: {key}"):
+            tensor = _plain(self._bytes(chunk.place))
+            if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.shape != chunk.sizes:
+                raise ValueError(f"is not a tensor of shape {list(chunk.sizes)}")
+            if tensor.dtype not in DTYPES.values():
+                raise ValueError(f"is {tensor.dtype}, not one of {', '.join(DTYPES)}")
+        return tensor
+
+    def _common(self) -> Mapping[object, object]:
+        """Reads the part of the checkpoint that all ranks share, from `common.pt` or from an object in the
+        index."""
+        with self._reading(COMMON):
+            if (self.path / COMMON).exists():
+                content = io.BytesIO(read_plain(self.path / COMMON))
+            elif (place := self._objects.get(COMMON_KEY)) is not None:
+                content = self._bytes(place)
+            else:
+                raise ValueError("is missing")
+            common = _plain(content, _ARGUMENTS)
+            [common] = common if isinstance(common, list) else [common]
+            if not isinstance(common, dict):
+                raise ValueError("is not a dict")
+        return common
+
+    def _bytes(self, place: _Place) -> io.BytesIO:
+        if place.file != Path(place.file).name or place.file.startswith("."):
+            raise ValueError("its file is not in this folder")
+        content = read_plain(self.path / place.file, most=None, part=(place.offset, place.length))
+        if len(content) < place.length:
+            raise ValueError("the file is shorter than its index says: the copy is not complete")
+        return io.BytesIO(content)
+
+    @contextmanager
+    def _reading(self, what: str) -> Iterator[None]:
+        """Converts any error of the block, which reads a pickle, to CheckpointInvalid."""
+        try:
+            yield
+        except CheckpointInvalid:
+            raise
+        except OSError as error:
+            self._refuse(what, f"cannot be read: {error.strerror or error}")
+        except (ValueError, pickle.UnpicklingError) as error:
+            self._refuse(what, str(error))
+        except Exception as error:  # a damaged pickle may raise anything
+            self._refuse(what, f"is damaged: {type(error).__name__}: {error}")
+
+    def _refuse(self, what: str, reason: str) -> NoReturn:
+        reason = f"{what} {reason}".split("\n")[0].strip()
+        raise CheckpointInvalid(Problem(key=self._key, value=self.path, reason=reason, fix=_AGAIN))
+
+
+def _plain(content: io.BytesIO, admitted: tuple[str, ...] = ()) -> object:
+    """Returns the tensors and the plain data that `torch.save` wrote, with records for objects of other
+    classes.
+
+    Args:
+        admitted: The prefixes of the names of allowed classes.
+
+    Raises:
+        Exception: The data names other classes, costs too much to load, or is damaged; the type depends on the
+            damage.
+    """
+    check_saved(content)
+    names = get_unsafe_globals_in_checkpoint(content)
+    for name in names:
+        if not name.startswith(admitted):
+            raise pickle.UnpicklingError(f"{name} is not a class that is allowed here")
+    content.seek(0)
+    try:
+        with safe_globals([(type(name, (_Record,), {}), name) for name in names]):
+            return torch.load(content, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:  # its message recommends loading the file without these restrictions
+        raise ValueError("is damaged") from None
+
+
+def is_torch_dist(path: Path) -> bool:
+    """Returns True if the path is a distributed checkpoint of Megatron, or a folder of such checkpoints."""
+    return (path / FORMAT).is_file() or (path / TRACKER).is_file()
+
+
+def _iteration(path: Path, key: str) -> Path:
+    """Returns the folder of the checkpoint: `path`, or the folder in it that the tracker file names."""
+    if not (path / TRACKER).is_file():
+        return path
+    try:
+        text = read_plain(path / TRACKER, most=1 << 10).decode(errors="replace").strip()
+    except Unreadable as error:
+        raise ConfigError(Problem(key=key, value=path / TRACKER, reason=str(error), fix=_AGAIN)) from None
+    folder = path / (f"iter_{int(text):07d}" if text.isdecimal() else "release")
+    if not (folder / FORMAT).is_file():
+        reason = f"names {text[:20]}, but {folder.name} is not a checkpoint in the format torch_dist"
+        raise ConfigError(Problem(key=key, value=path / TRACKER, reason=reason, fix="name the folder of another step"))
+    return folder
+
+
+def _index(metadata: object) -> tuple[dict[str, _Tensor], dict[str, _Place]]:
+    """Checks the contents of `.metadata`; returns its tensors, and the places of its objects.
+
+    Raises:
+        Exception: The contents are not an index; the type depends on the damage.
+    """
+    table, storage = vars(metadata)["state_dict_metadata"], vars(metadata)["storage_data"]
+    places: dict[tuple[str, tuple[int, ...] | None], _Place] = {}
+    for index, info in storage.items():
+        where = vars(info)
+        if where.get("transform_descriptors"):
+            raise ValueError("has tensors that are compressed")
+        offset = vars(index).get("offset")
+        numbers = _numbers((where["offset"], where["length"]))
+        place = _Place(file=str(where["relative_path"]), offset=numbers[0], length=numbers[1])
+        places[vars(index)["fqn"], None if offset is None else _numbers(offset)] = place
+    tensors: dict[str, _Tensor] = {}
+    for key, entry in table.items():
+        if type(entry).__name__ != "TensorStorageMetadata":
+            continue
+        shape = _numbers(vars(entry)["size"])
+        chunks, listed = [], set[tuple[int, ...]]()
+        for chunk in map(vars, vars(entry)["chunks"]):
+            offsets, sizes = _numbers(chunk["offsets"]), _numbers(chunk["sizes"])
+            if any(first + size > whole for first, size, whole in zip(offsets, sizes, shape, strict=True)):
+                raise ValueError(f"has a chunk outside of {key}")
+            if offsets in listed:
+                raise ValueError(f"lists chunks of {key} that overlap")
+            listed.add(offsets)
+            chunks.append(_Chunk(offsets=offsets, sizes=sizes, place=places[key, offsets]))
+        tensors[str(key)] = _Tensor(shape=shape, chunks=tuple(chunks))
+    return tensors, {key: place for (key, offset), place in places.items() if key not in tensors}
+
+
+def _numbers(values: object) -> tuple[int, ...]:
+    assert isinstance(values, tuple | list)
+    if not all(type(value) is int and 0 <= value < 1 << 53 for value in values):
+        raise ValueError("has sizes that are not whole numbers")
+    return tuple(values)

@@ -1,0 +1,77 @@
+"""`canzona eval RUN`: computes the loss of a checkpoint on prepared data, without training."""
+
+from typing import Annotated, Literal
+
+from typer import Option
+
+from canzona_cli.checkpoint.store import choose
+from canzona_cli.cli.commands.output import AsJson, JsonFile, RecipesDirs, RunOrCheckpoint, Step, key_values
+from canzona_cli.core.errors import ConfigError, Problem
+from canzona_cli.records.words import json_text
+
+
+def eval(
+    where: RunOrCheckpoint,
+    overrides: Annotated[
+        list[str] | None, key_values("Settings that replace the run's: data=prepared data.path=PREFIX gpus=2 ...")
+    ] = None,
+    step: Step = None,
+    documents: Annotated[
+        Literal["held-out", "all"] | None,
+        Option(
+            help="held-out: only documents that the run does not train on. [default: held-out for the run's data, "
+            "all for other data]"
+        ),
+    ] = None,
+    batches: Annotated[
+        str | None,
+        Option(
+            metavar="N|all",
+            help="Global batches to evaluate, at most all sequences once; all: all sequences. "
+            "[default: train.eval_sequences sequences]",
+        ),
+    ] = None,
+    out: JsonFile = None,
+    as_json: AsJson = False,
+    recipes_dir: RecipesDirs = None,
+) -> None:
+    """Compute loss, perplexity and bits per byte of a checkpoint.
+
+    Without settings, it repeats the run's own validation: same samples, layout and arithmetic, and therefore
+    the same loss. Any other layout that fits can be set. The checkpoint is not changed.
+    """
+    from canzona_cli.cli.commands.output import announce, progress, show, warn, write_out
+    from canzona_cli.cli.views.checkpoint import EvaluationView
+    from canzona_cli.launch import evaluation
+
+    prepared = evaluation.prepare(
+        choose(where).find(step),
+        overrides or [],
+        recipes_dirs=recipes_dir or [],
+        documents=documents,
+        batches=_batches(batches),
+        on_progress=announce,
+    )
+    warn(prepared.notes)
+    evaluated, folder = evaluation.run(prepared, progress)
+    progress(f"logs: {folder}")
+    if out is not None:
+        write_out(out, json_text(evaluated.as_json()) + "\n", "use --out FILE.json in a writable folder")
+    show(evaluated.as_json() if as_json else EvaluationView(evaluation=evaluated))
+
+
+def _batches(text: str | None) -> int | Literal["all"] | None:
+    """Parses `--batches`: a positive number, `all`, or None.
+
+    Raises:
+        ConfigError: the text is none of these.
+    """
+    if text is None:
+        return None
+    if text == "all":
+        return "all"
+    if text.isdecimal() and int(text):
+        return int(text)
+    raise ConfigError(
+        Problem(key="--batches", value=text, reason="is neither a positive number nor all", fix="--batches 100")
+    )

@@ -1,0 +1,126 @@
+"""`canzona train`: parses the options. `train_run`, which is imported later, does the work."""
+
+from typing import Annotated
+
+import typer
+from typer import Option
+
+from canzona_cli.cli.commands.output import RecipesDirs, key_values, tell
+from canzona_cli.core.errors import Clash, Problem, clashes, refuse
+from canzona_cli.records.streams import mark_training_run
+
+CLASHES = (
+    Clash(
+        option="--prepare-only",
+        excludes="--dry-run",
+        reason="writes the run directory, but --dry-run writes nothing",
+        fix="leave out one of the two",
+    ),
+    Clash(
+        option="--json",
+        needs="a dry run",
+        reason="needs --dry-run or --prepare-only",
+        fix="add --dry-run; for the results of a run: canzona report --json",
+    ),
+    Clash(option="--json", excludes="--sweep", reason="shows only one run", fix="leave out --json, or --sweep"),
+)
+
+
+def train(
+    overrides: Annotated[
+        list[str] | None, key_values("recipe=qwen3-tiny gpus=4 parallel.tp=2 train.steps=100 ...")
+    ] = None,
+    dry_run: Annotated[
+        bool, Option("--dry-run", help="Check the run, and print it with its torchrun command; start nothing.")
+    ] = False,
+    prepare_only: Annotated[
+        bool, Option("--prepare-only", help="Write the run directory and print the torchrun command; start nothing.")
+    ] = False,
+    show_config: Annotated[
+        bool, Option("--config", help="With --dry-run or --prepare-only: also print all settings and the environment.")
+    ] = False,
+    sweep: Annotated[
+        bool, Option("--sweep", help="Start a run for each combination of values (optimizer.lr=1e-3,3e-3).")
+    ] = False,
+    profile: Annotated[
+        str | None,
+        Option(metavar="FIRST-LAST", help="Trace these steps with torch's profiler (run.profile_steps)."),
+    ] = None,
+    weights_from: Annotated[
+        str | None,
+        Option(
+            metavar="RUN|CHECKPOINT|DIR", help="Start from the weights of a run or a Hugging Face folder (also init=)."
+        ),
+    ] = None,
+    quiet: Annotated[
+        bool, Option("--quiet", "-q", help="Print only warnings, errors and one line at the end.")
+    ] = False,
+    as_json: Annotated[bool, Option("--json", help="With --dry-run or --prepare-only: print JSON.")] = False,
+    recipes_dir: RecipesDirs = None,
+) -> None:
+    """Train a model, or resume the run in run.dir.
+
+    Ctrl-C saves after the current step; a second Ctrl-C stops at once.
+    """
+    from canzona_cli.launch.stop import Preempted, Requests, early_stop_outcome, handle_signals
+
+    printed = dry_run or prepare_only
+    given = {"--prepare-only": prepare_only, "--json": as_json, "--dry-run": dry_run, "--sweep": sweep}
+    problems = [*clashes({**given, "a dry run": printed}, CLASHES)]
+    if show_config and not printed:
+        files = [text for text in overrides or () if "=" not in text]
+        fix = f"write recipe={files[0]}" if files else "add --dry-run"
+        problems.append(Problem(key="--config", reason="needs --dry-run or --prepare-only", fix=fix))
+    refuse(problems)
+    if not printed:
+        mark_training_run()
+    requests = Requests(raising=True)
+    with handle_signals(requests.add, to_the_end=True):
+        try:
+            arguments = [*(overrides or []), *_profiled_steps(profile), *_weights(weights_from)]
+            # These imports take a while, and signals that arrive meanwhile must be handled.
+            if sweep:
+                from canzona_cli.cli.commands.train_sweep import sweep as train_swept
+
+                options = {"dry_run": dry_run, "prepare_only": prepare_only, "show_config": show_config}
+                train_swept(arguments, recipes_dir or [], requests, **options)
+            else:
+                from canzona_cli.cli.commands.train_run import run
+
+                run(
+                    arguments,
+                    recipes_dir or [],
+                    requests,
+                    dry_run=dry_run,
+                    prepare_only=prepare_only,
+                    as_json=as_json,
+                    show_config=show_config,
+                    quiet=quiet and not printed,
+                )
+        except Preempted as request:
+            outcome = early_stop_outcome(None, request)
+            tell(outcome.message)
+            raise typer.Exit(outcome.exit_code) from None
+
+
+def _weights(where: str | None) -> list[str]:
+    """Returns the override for `--weights-from`; empty without the option."""
+    from canzona_cli.config.overrides import text_value
+
+    return [] if where is None else [f"checkpoint.weights_from={text_value(where)}"]
+
+
+def _profiled_steps(text: str | None) -> list[str]:
+    """Converts `--profile 5-7` to the override run.profile_steps=[5,7], and `--profile 5` to the single step 5;
+    returns no override without the option.
+
+    Raises:
+        ConfigError: the value is not a range of steps.
+    """
+    if text is None:
+        return []
+    steps = [part.strip() for part in text.split("-")]
+    if len(steps) > 2 or not all(part.isdecimal() for part in steps):
+        reason = "is not the first and the last step to record"
+        refuse([Problem(key="--profile", value=text, reason=reason, fix="for example --profile 5-7")])
+    return [f"run.profile_steps=[{int(steps[0])},{int(steps[-1])}]"]

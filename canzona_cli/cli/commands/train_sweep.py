@@ -1,0 +1,160 @@
+"""`canzona train --sweep`: trains one run after another, each in a directory named after its values.
+
+A task of a Slurm array trains only the run with the task's index.
+"""
+
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+
+from canzona_cli.cli.commands import train_run
+from canzona_cli.cli.commands.output import progress, show, tell
+from canzona_cli.cli.views.compare import RunTableView
+from canzona_cli.cli.views.errors import show_failure
+from canzona_cli.config.overrides import key_of, text_value
+from canzona_cli.core.errors import ConfigError, ExitCode, Problem
+from canzona_cli.core.simulate.fit import MIN_LR_RATIO, SweptRun, swept_runs
+from canzona_cli.launch.resume import finished_result, holds_run, next_free
+from canzona_cli.launch.slurm import SlurmStep, current_step
+from canzona_cli.launch.stop import Requests
+from canzona_cli.records.compare import load_runs
+from canzona_cli.records.files import RunFiles, sweep_root
+from canzona_cli.records.words import plural
+
+_STOPPED = (ExitCode.INTERRUPTED, ExitCode.PREEMPTED)
+
+
+def sweep(
+    arguments: list[str],
+    recipes_dirs: list[Path],
+    requests: Requests,
+    *,
+    dry_run: bool,
+    prepare_only: bool,
+    show_config: bool,
+) -> None:
+    """Runs `canzona train --sweep`.
+
+    Args:
+        requests: the requests to stop that signals make. While no run trains, they raise exceptions.
+
+    Raises:
+        CanzonaError: a run cannot be composed; no run has been started.
+        typer.Exit: a run failed or the sweep was stopped. The exit code is the largest exit code of the runs,
+            or the exit code of the stop.
+    """
+    runs, step = swept_runs(arguments, recipes_dirs), current_step()
+    root = _sweep_directory(runs, step)
+    swept = {override for run in runs for override in run.combination.overrides}
+    derived_rates = {override for override in swept - {*arguments} if override.startswith(MIN_LR_RATIO)}
+    for override in sorted(derived_rates):
+        progress(f"note: optimizer.min_lr follows optimizer.lr, at the recipe's ratio: {override}")
+    if step is not None and step.array_task is not None:
+        runs = (_run_of_task(runs, step.array_task),)
+        tell(f"task {step.array_task} of the sweep: {runs[0].combination.words}")
+    if dry_run or prepare_only:
+        for run in runs:
+            tell(f"\n{run.combination.words}", "bold")
+            if finished_result(_files(run, root), run.config) is not None:
+                tell("is already finished")
+                continue
+            train_run.run(
+                _run_overrides(run, root),
+                recipes_dirs,
+                requests,
+                dry_run=dry_run,
+                prepare_only=prepare_only,
+                show_config=show_config,
+            )
+        return
+    code = _train_all(runs, root, recipes_dirs, requests)
+    if len(runs) > 1:
+        _summarise(runs, root, stopped=code in _STOPPED)
+    if code:
+        raise typer.Exit(code)
+
+
+def _train_all(runs: Sequence[SweptRun], root: Path, recipes_dirs: list[Path], requests: Requests) -> int:
+    """Trains the runs one after another until the sweep is stopped; a run that fails does not end the sweep,
+    and finished runs are skipped. Returns the largest exit code, or that of the stop."""
+    codes, printed = [int(ExitCode.OK)], set[str]()
+    for number, run in enumerate(runs, 1):
+        title = f"run {number} of {len(runs)}: {run.combination.words}"
+        if finished_result(_files(run, root), run.config) is not None:
+            tell(f"{title}: is already finished", "bold")
+            continue
+        codes.append(_train(_run_overrides(run, root), recipes_dirs, requests, title, printed))
+        if codes[-1] in _STOPPED:
+            return codes[-1]
+    return max(codes)
+
+
+def _train(overrides: list[str], recipes_dirs: list[Path], requests: Requests, name: str, printed: set[str]) -> int:
+    """Trains one run, prints one line at its end, and returns its exit code.
+
+    A request to stop that arrives too late for the run still stops the sweep; the exit code of the stop is
+    then returned.
+    """
+    code = int(ExitCode.OK)
+    try:
+        requests.raising = True
+        if requests.reason is None:  # otherwise a stop was requested between two runs
+            train_run.run(overrides, recipes_dirs, requests, dry_run=False, quiet=True, name=name, printed=printed)
+    except typer.Exit as end:
+        code = end.exit_code
+    except KeyboardInterrupt:
+        pass
+    except Exception as error:
+        code = show_failure(error)
+    requests.raising = False
+    if requests.reason is None or code in _STOPPED:
+        return code
+    return int(ExitCode.PREEMPTED if requests.reason == "preempted" else ExitCode.INTERRUPTED)
+
+
+def _summarise(runs: Sequence[SweptRun], root: Path, *, stopped: bool) -> None:
+    """Shows a row for each started run, the names of the others, and the commands that resume and report the
+    runs."""
+    started = [run for run in runs if holds_run(_files(run, root))]
+    typer.echo()
+    if started:
+        show(RunTableView(comparison=load_runs([_files(run, root).root for run in started])))
+    not_started = [run.combination.words for run in runs if run not in started]
+    if not_started:
+        tell(f"not started: {', '.join(not_started)}", "yellow")
+    if stopped:
+        tell(f"stopped; the same command with run.dir={shlex.quote(str(root))} resumes each run")
+    if started:
+        report_command = f"canzona report --compare {shlex.quote(str(root))}/*"
+        tell(f"{report_command}  shows this again; --html FILE.html writes a page")
+
+
+def _sweep_directory(runs: Sequence[SweptRun], step: SlurmStep | None) -> Path:
+    """Returns the parent directory of the runs: run.dir, or a directory named after the Slurm job (requeued
+    jobs keep their id), or a new directory named after the time."""
+    settings = runs[0].config.run
+    if settings.dir is not None:
+        return Path(settings.dir).absolute()
+    if step is not None:
+        return sweep_root(settings.root, step.sweep).absolute()
+    root = sweep_root(settings.root, time.strftime("%Y%m%d-%H%M%S")).absolute()
+    return next_free(root) if root.exists() else root
+
+
+def _files(run: SweptRun, root: Path) -> RunFiles:
+    return RunFiles(root / run.combination.name)
+
+
+def _run_overrides(run: SweptRun, root: Path) -> list[str]:
+    others = [override for override in run.combination.overrides if key_of(override) != "run.dir"]
+    return [*others, f"run.dir={text_value(str(_files(run, root).root))}"]
+
+
+def _run_of_task(runs: Sequence[SweptRun], task: int) -> SweptRun:
+    if task < len(runs):
+        return runs[task]
+    reason = f"the sweep has {plural(len(runs), 'run')}, for tasks 0 to {len(runs) - 1}"
+    raise ConfigError(Problem(key="--array", value=task, reason=reason, fix=f"--array 0-{len(runs) - 1}"))

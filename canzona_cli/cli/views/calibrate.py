@@ -1,0 +1,173 @@
+"""The screens of `canzona calibrate`: its progress, then the measured numbers with their spreads, compared
+with the base profile's numbers."""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+from canzona_cli.bench.calibrate.calibrate import Calibration
+from canzona_cli.bench.calibrate.profile import Measurement, Quantity, measured_runs
+from canzona_cli.cli.views.page import Page, Screen, paragraph
+from canzona_cli.cli.views.tables import Table
+from canzona_cli.core.costs.links import Group, Links
+from canzona_cli.core.costs.update import Implementation, adamw_seconds, algorithm_of, label, matmul_rate, seconds
+from canzona_cli.core.reading import display_path
+from canzona_cli.core.setup import ClusterConfig, RunConfig
+from canzona_cli.launch.view import TrainView
+from canzona_cli.records.records import StageEvent
+from canzona_cli.records.words import MISSING, clean, milliseconds, plural, size
+
+_FIRST_COLUMN = 31
+"""The minimum width of the first column of every table, in characters."""
+_TOO_LONG = 9
+"""The number of characters from which the base profile's name is shortened in a heading."""
+_SINGLE: Mapping[Quantity, str] = {
+    "fp32_tflops": "fp32 matmuls, TFLOP/s",
+    "tf32_tflops": "TF32 matmuls, TFLOP/s",
+    "qr_tflops": "QR, TFLOP/s",
+    "eigh_tflops": "eigendecomposition, TFLOP/s",
+    "launch_us": "operation launch, us",
+    "memory_gb_per_s": "memory bandwidth, GB/s",
+    "adamw_ns": "AdamW per element, ns",
+}
+_IN_SECONDS: tuple[Quantity, ...] = ("updates", "collectives", "forward", "backward")
+_Row = tuple[str, Measurement, str]
+"""The name and unit of a quantity, its measurement, and the base profile's number."""
+
+
+class Progress(TrainView):
+    """A view that prints a line when a measurement starts. `CalibrationView` shows the results."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._started = console, time.monotonic()
+
+    def stage(self, event: StageEvent) -> None:
+        stage = clean(event.stage)
+        text = stage if stage == "start workers" else f"measure {stage}"
+        self._console.print(Text(f"{time.monotonic() - self._started:5.0f} s  {text}", style="dim"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationView(Page):
+    """The result of a calibration: tables that compare the measured numbers with those of the base profile,
+    and warnings."""
+
+    calibration: Calibration
+    config: RunConfig
+    """The run that the calibration was made for; its cluster is the base profile."""
+    written: Path | None
+    """The file of the profile; None if nothing was measured."""
+
+    def parts(self, screen: Screen) -> Iterator[RenderableType]:
+        calibration = self.calibration
+        if calibration.record.measurements:
+            tables = [
+                self._table("", self._rates()),
+                self._table("update of a matrix, ms", self._updates()),
+                self._table("collective, ms", self._collectives()),
+                self._steps(),
+            ]
+            for table in tables:
+                if table.row_count:
+                    yield table
+                    yield Text()
+        yield Text(f"took {calibration.seconds:.0f} s, load average {calibration.load:.1f} at the start")
+        for skipped in calibration.record.skipped:
+            yield paragraph(skipped, first="not measured, left to the cost model: ", rest="  ")
+        for warning in calibration.warnings:
+            yield paragraph(warning, "yellow", first="warning: ", rest="  ")
+        outcome = calibration.outcome
+        if outcome.status == "interrupted":
+            numbers = "nothing was measured yet" if self.written is None else "the numbers measured so far are kept"
+            yield paragraph(f"interrupted: {numbers}", "bold yellow")
+        elif outcome.failed:
+            yield paragraph(f"failed: {outcome.message}", "bold red")
+            if outcome.log is not None:
+                yield paragraph(f"full output: {outcome.log}")
+        if self.written is not None:
+            shown_path = display_path(self.written)
+            command = f"use it: canzona plan recipe={self.config.name} gpus={self.config.gpus} cluster={shown_path}"
+            yield paragraph(f"written: {shown_path}", "bold")
+            yield replace(paragraph(command), unbroken=True)
+
+    def _table(self, title: str, rows: Iterable[_Row]) -> Table:
+        """Returns a table of measurements, their spreads and the base profile's numbers."""
+        table = Table()
+        table.add_column(title, min_width=_FIRST_COLUMN, overflow="fold")
+        base = self.calibration.base.name
+        table.add_numbers("measured", "spread", base if len(base) < _TOO_LONG else f"{base[: _TOO_LONG - 3]}..")
+        for name, measurement, base_value in rows:
+            median = measurement.spread.median
+            measured = milliseconds(median) if measurement.quantity in _IN_SECONDS else f"{median:.3g}"
+            table.add_row(name, measured, f"{measurement.spread.relative:.0%}", base_value)
+        return table
+
+    def _rates(self) -> Iterator[_Row]:
+        base, measurements = self.calibration.base, self.calibration.record.measurements
+        for measurement in measurements:
+            if measurement.quantity == "matmul_tflops":
+                side = int(measurement.key[0])
+                yield f"bf16 matmuls of {side}, TFLOP/s", measurement, f"{matmul_rate(base, side, 'bf16') / 1e12:.3g}"
+            elif measurement.quantity in _SINGLE:
+                yield _SINGLE[measurement.quantity], measurement, _base_value(measurement.quantity, base)
+        for measurement in measurements:
+            if measurement.quantity in ("forward", "backward"):
+                sequences = plural(int(measurement.key[0]), "sequence")
+                yield f"{measurement.quantity} of {sequences}, ms", measurement, MISSING
+
+    def _updates(self) -> Iterator[_Row]:
+        algorithms = {label(update): update for update in map(algorithm_of, measured_runs(self.config))}
+        for measurement in self._measurements_of("updates"):
+            name, rows, columns = str(measurement.key[0]), int(measurement.key[1]), int(measurement.key[2])
+            update = algorithms.get(name.removeprefix("megatron/"))
+            code: Implementation = "megatron" if name.startswith("megatron/") else "canzona"
+            base_value = None if update is None else seconds(update, rows, columns, self.config.cluster, code)
+            yield f"{name} {rows}x{columns}", measurement, milliseconds(base_value)
+
+    def _collectives(self) -> Iterator[_Row]:
+        measurements = self._measurements_of("collectives")
+        links = Links(cluster=replace(self.calibration.base, collectives=()))
+        for measurement in measurements:
+            kind, ranks, bytes_ = str(measurement.key[0]), int(measurement.key[1]), int(measurement.key[2])
+            largest = max(int(other.key[2]) for other in measurements if other.key[:2] == measurement.key[:2])
+            if bytes_ in (8, 1 << 20, largest):  # three sizes of each collective; the profile has all
+                base_value = milliseconds(_link_seconds(links, kind, ranks, bytes_))
+                yield f"{kind} among {ranks}, {size(bytes_)}", measurement, base_value
+
+    def _steps(self) -> Table:
+        table = Table()
+        table.add_column("phase, from full steps", min_width=_FIRST_COLUMN)
+        table.add_numbers("factor")
+        for name, factor in self.calibration.profile.step_factors.items():
+            table.add_row(name, f"{factor:.3g}")
+        return table
+
+    def _measurements_of(self, quantity: Quantity) -> list[Measurement]:
+        chosen = (each for each in self.calibration.record.measurements if each.quantity == quantity)
+        return sorted(chosen, key=lambda measurement: (str(measurement.key[0]), measurement.key[1:]))
+
+
+def _base_value(quantity: Quantity, base: ClusterConfig) -> str:
+    if quantity == "adamw_ns":
+        return f"{1e9 * adamw_seconds(1e6, base) / 1e6:.3g}"
+    value = getattr(base, quantity)
+    return MISSING if value is None else f"{value:.3g}"
+
+
+def _link_seconds(links: Links, kind: str, ranks: int, bytes_: int) -> float | None:
+    """Returns the seconds that a collective should take according to the latency and the bandwidth of the
+    links."""
+    group = Group(size=ranks, per_machine=ranks)
+    if kind == "all_reduce":
+        return links.all_reduce(bytes_, group).seconds
+    if kind in ("all_gather", "reduce_scatter"):
+        return links.all_gather(bytes_, group).seconds
+    if kind == "all_to_all":
+        return links.all_to_all([bytes_] * ranks, [bytes_] * ranks, group).seconds
+    if kind == "send":
+        return links.point_to_point(bytes_, crosses=False).seconds
+    return links.ring_pass(bytes_, group).seconds

@@ -1,0 +1,199 @@
+"""The description of a run: model, optimizer, layout, plan, batch, data and run directory."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from canzona_cli.core.model.matrices import Routed, routing
+from canzona_cli.core.planner.measures import balance
+from canzona_cli.core.planner.plan_file import ObtainedPlan
+from canzona_cli.core.setup import CustomConfig, Device, Layout, RunConfig
+from canzona_cli.core.simulate.fast_paths import FastPaths
+from canzona_cli.core.simulate.predict import Outlook
+from canzona_cli.records.breakdown import describes_machine
+from canzona_cli.records.corpus import PreparedCorpus, supply
+from canzona_cli.records.words import count, duration, layout_code, layout_words, plural, size, step_time
+
+if TYPE_CHECKING:
+    from canzona_cli.launch.view import (
+        EarlierSteps,  # that module imports all records of a run; plans need none of them
+    )
+
+
+def rank_word(device: Device | None) -> str:
+    """Returns the word for a rank on this device: `GPU`, `CPU rank`, or `rank` if the device is unknown."""
+    return {"cuda": "GPU", "cpu": "CPU rank", None: "rank"}[device]
+
+
+def describe_layout(layout: Layout, device: Device | None) -> str:
+    """Returns a layout as `8 GPUs: TP 2 × PP 2 × DP 2`."""
+    return f"{plural(layout.world_size, rank_word(device))}: {layout_words(layout, times='×')}"
+
+
+def layout_name(layout: Layout) -> str:
+    """Returns a layout as `TP2 DP4 (micro-batch 4, full recomputation)`."""
+    recompute = "" if layout.recompute == "none" else f", {layout.recompute} recomputation"
+    return f"{layout_code(layout)} (micro-batch {layout.micro_batch_size}{recompute})"
+
+
+def describe_batch(layout: Layout, seq_length: int) -> str:
+    """Returns `32 sequences × 256 = 8,192 tokens a step (micro-batch 4 × accumulation 4 × DP 2)`."""
+    return (
+        f"{layout.global_batch_size:,} sequences × {seq_length:,} = "
+        f"{layout.global_batch_size * seq_length:,} tokens a step ({batch_factors(layout)})"
+    )
+
+
+def batch_factors(layout: Layout) -> str:
+    """Returns the factors of the global batch: `micro-batch 4 × accumulation 4 × DP 2`."""
+    return f"micro-batch {layout.micro_batch_size} × accumulation {layout.num_microbatches} × DP {layout.dp}"
+
+
+def optimizer_words(name: str, strategy: str) -> str:
+    """Returns `muon (canzona)`; only the optimizer's name for AdamW, or if the strategy has the same name."""
+    return name if name in ("adamw", strategy) else f"{name} ({strategy})"
+
+
+def describe_optimizer(config: RunConfig) -> str:
+    """Returns `muon (canzona), lr 0.003 cosine, bf16`; the name of a custom optimizer includes its source."""
+    name: str = config.optimizer.name
+    if isinstance(config.optimizer, CustomConfig):
+        name += f" {config.optimizer.source}"
+    words = optimizer_words(name, config.engine.strategy)
+    return f"{words}, lr {config.optimizer.lr:g} {config.schedule.decay}, {config.train.precision}"
+
+
+def describe_data(config: RunConfig, corpus: PreparedCorpus | None) -> str:
+    """Describes the data: `Python standard library, byte tokenizer, 12.3 M tokens, 1,204 documents`. Without
+    a corpus, the counts are missing, and so is the tokenizer unless the data is the built-in corpus."""
+    source = "Python standard library" if config.data.source == "stdlib" else (config.data.path or "prepared")
+    if corpus is not None and len(corpus.sets) > 1:
+        source = " + ".join(f"{part.share:.1%} {part.name} ({count(part.tokens)} tokens)" for part in corpus.sets)
+    elif config.data.blend:
+        source = " + ".join(f"{weight:g} {path}" for path, weight in config.data.blend.items())
+    if corpus is not None:
+        amount = f"{count(corpus.tokens)} tokens, {plural(corpus.documents, 'document')}"
+        return f"{source}, {corpus.tokenizer} tokenizer, {amount}"
+    if config.data.source == "stdlib":
+        return f"{source}, {config.data.tokenizer} tokenizer; prepared when a run first needs it"
+    return source  # the tokenizer is a fact of the prepared data, not of the configuration
+
+
+def outlook_rows(config: RunConfig, outlook: Outlook) -> Iterator[tuple[str, str]]:
+    """Yields (label, value) rows: the simulated speed and training time, and the size of checkpoints."""
+    steps, unit = f"{config.train.steps:,} steps", rank_word(config.cluster.device)
+    if _describes_machine(config):
+        rates = f"{count(outlook.tokens_per_s)} tokens/s, {count(outlook.tokens_per_s_per_gpu)} per {unit}"
+        yield "speed", f"{rates}, MFU {100 * outlook.mfu:.1f}% (simulated)"
+        training = f"{duration(outlook.training_s)} for {steps}, without saves"
+        yield "training", training + _cost(config, outlook)
+    else:
+        yield "training", f"{steps}; run `canzona calibrate` to get a time estimate for this machine"
+    copies, bytes_ = outlook.checkpoints_kept, outlook.checkpoint_bytes
+    disk = f"{size(bytes_)} each, {copies} kept: {size(copies * bytes_)} on disk"
+    yield "checkpoints", f"{disk}; saving needs about {size(outlook.host_bytes)} of host memory on each machine"
+
+
+def fast_path_rows(paths: FastPaths, result_s: tuple[float, float] | None) -> Iterator[tuple[str, str]]:
+    """Yields a row about the fast paths that a run leaves off; nothing if there are none.
+
+    Args:
+        result_s: the simulated seconds of the run's step, and of the optimizer in it, to compare with the step with
+            the fast paths; None for a short row that refers to -v.
+    """
+    if not paths.off:
+        return
+    off = ", ".join(paths.off)
+    if result_s is None:
+        yield "fast paths", f"off until verified here: {off} (see -v)"
+        return
+    words = f"off until verified on these GPUs (canzona doctor --gpu-check): {off}"
+    if (once := paths.once_verified) is not None and once.paths:
+        after, before = (
+            f"{step_time(step_s)} a step, {step_time(optimizer_s)} for the optimizer"
+            for step_s, optimizer_s in ((once.iteration_s, once.optimizer_s), result_s)
+        )
+        words += f"; once verified ({', '.join(once.paths)}): {after}, instead of {before} (simulated)"
+    yield "fast paths", words
+
+
+def _cost(config: RunConfig, outlook: Outlook) -> str:
+    """Returns the GPU hours of a run and, if the profile has a price, their cost; empty for CPU ranks."""
+    if config.cluster.device != "cuda":
+        return ""
+    price = config.cluster.gpu_hour_price
+    cost = "" if price is None else f", which cost {outlook.gpu_hours * price:,.0f} at {price:g} each"
+    return f": {outlook.gpu_hours:,.0f} GPU hours{cost}"
+
+
+def _describes_machine(config: RunConfig) -> bool:
+    """Returns True if times simulated with the run's profile describe the run's machine."""
+    return describes_machine(config.cluster.device, calibrated=config.cluster.calibrated)
+
+
+def describe_plan(obtained: ObtainedPlan, config: RunConfig) -> str:
+    """Returns a plan's name, load balance, update time on the busiest rank, and file.
+
+    The update time is omitted if the run's profile does not describe its machine.
+    """
+    loads = balance(obtained.plan)
+    words = f"{obtained.plan.name}: load balance {loads.grid:.2f} (lower bound {loads.lower_bound:.2f})"
+    if _describes_machine(config):
+        words += f", {step_time(loads.slowest_s)} of updates on the busiest rank predicted"
+    return words if obtained.path is None else f"{words}; from {obtained.path}"
+
+
+def routing_rows(config: RunConfig) -> list[tuple[str, str]]:
+    """Returns two rows: the parameters that are updated as matrices, and those that AdamW updates. A row
+    without parameters is omitted."""
+    routes = routing(config)
+    rows = {"matrices": routes.matrices, "adamw": routes.adamw}
+    return [(label, _parameters_text(parameters)) for label, parameters in rows.items() if parameters]
+
+
+def _parameters_text(parameters: tuple[Routed, ...]) -> str:
+    """Returns parameters as `28 with 2.95 M elements: 4 layers.*.q (262 k), ...`."""
+    names = []
+    for routed in parameters:
+        name = routed.pattern.removeprefix("decoder.").removesuffix(".weight")
+        names.append(f"{routed.count:,} {name} ({count(routed.elements)})")
+    elements = count(sum(routed.elements for routed in parameters))
+    return f"{sum(routed.count for routed in parameters):,} with {elements} elements: {', '.join(names)}"
+
+
+def header_rows(
+    config: RunConfig,
+    layout: Layout,
+    *,
+    run_dir: Path | None = None,
+    corpus: PreparedCorpus | None = None,
+    plan: ObtainedPlan | None = None,
+    earlier: "EarlierSteps | None" = None,
+    samples: int | None = None,
+    routed: bool = True,
+) -> list[tuple[str, str]]:
+    """Returns the description of a run as (label, value) rows. If `run_dir`, `plan` or `earlier` is None, its
+    row is omitted.
+
+    Args:
+        samples: the number of samples of the whole run, if its earlier steps had another batch; `earlier` has it
+            too.
+        routed: True to list which parameters are updated as matrices, and which by AdamW.
+    """
+    from canzona_cli.core.model.families import parameter_count
+
+    samples = earlier.samples if earlier is not None else samples
+    parameters = parameter_count(config.model).total
+    model = "" if config.model.name == config.name else f"{config.model.name}, "
+    return [
+        ("recipe", f"{config.name}: {model}{count(parameters)} parameters, {config.train.steps:,} steps"),
+        ("optimizer", describe_optimizer(config)),
+        *(routing_rows(config) if routed else []),
+        ("layout", f"{describe_layout(layout, config.cluster.device)} on {config.cluster.name}"),
+        *([("plan", describe_plan(plan, config))] if plan is not None else []),
+        ("batch", describe_batch(layout, config.train.seq_length)),
+        ("data", describe_data(config, corpus)),
+        *([] if (tokens := supply(config, layout, corpus, samples=samples)) is None else [("epochs", tokens.words)]),
+        *([("run", str(run_dir))] if run_dir is not None else []),
+        *([("resumes", f"from step {earlier.step:,} ({earlier.origin})")] if earlier is not None else []),
+    ]

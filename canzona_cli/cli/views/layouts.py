@@ -1,0 +1,449 @@
+"""The screens about layouts: a plan for each built-in size and the fastest layouts of a run (`canzona plan`),
+and a recipe's layout on each number of GPUs (`canzona recipes layouts`)."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from canzona_cli.bench.simulated import SIZES, SIZES_WITH_EXPERTS
+from canzona_cli.cli.views.header import layout_name, optimizer_words, rank_word
+from canzona_cli.cli.views.page import Page, Screen, note, paragraph, section_head
+from canzona_cli.cli.views.tables import Table, rows_table
+from canzona_cli.config.compose import compose_run
+from canzona_cli.core.costs.gpus import with_layers_here
+from canzona_cli.core.costs.memory import GIB, Memory, capacity, headroom
+from canzona_cli.core.errors import ConfigError, DoesNotFit
+from canzona_cli.core.model.families import family_of, parameter_count
+from canzona_cli.core.planner.make import make_plan, plan_of_run, plannable
+from canzona_cli.core.planner.memory import memory_of
+from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.core.setup.execution import RELEASED_TP_MODES, AnyStrategy, with_flex
+from canzona_cli.core.simulate import fit
+from canzona_cli.core.simulate.compare import Study, study_run
+from canzona_cli.core.simulate.possible import fill
+from canzona_cli.core.simulate.predict import LABELS, Outlook, outlook
+from canzona_cli.core.simulate.search import LayoutResult, LayoutSearch, candidates, search
+from canzona_cli.records.words import count, layout_code, number, plural, predicted_overhead, step_time
+
+VERSION = 3
+"""The version of the overview's JSON. New keys do not change it; any other change raises it."""
+
+
+_BASELINES: tuple[AnyStrategy, ...] = ("layerwise", "adamw")
+"""The strategies with which the overview compares a plan."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizePlan:
+    """The plan of one recipe, a row of the overview."""
+
+    config: RunConfig
+    study: Study | None
+    """The simulated plan; None if the model does not fit."""
+
+    def as_json(self) -> dict[str, object]:
+        """Returns the figures of the recipe's row."""
+        figures: dict[str, object] = {
+            "recipe": self.config.name,
+            "gpus": self.config.gpus,
+            "cluster": self.config.cluster.name,
+            "optimizer": self.config.optimizer.name,
+            "fits": self.study is not None,
+        }
+        if self.study is None:
+            return figures
+        study = self.study
+        return {
+            **figures,
+            "layout": asdict(study.layout),
+            "memory_bytes": study.memory.total,
+            "load_balance": study.balance.ranks,
+            "lower_bound": study.balance.ranks_bound,
+            "optimizer_s": study.planned.result.optimizer_s,
+            "iteration_s": study.planned.result.iteration_s,
+            "optimizer_vs_layerwise": study.optimizer_speedup("layerwise"),
+            "overhead_over_adamw": study.overhead(study.strategy),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overview(Page):
+    """The plans of the built-in sizes: a table with a row for each size, which fits in 80 columns."""
+
+    plans: tuple[SizePlan, ...]
+
+    def parts(self, screen: Screen) -> Iterator[RenderableType]:
+        optimizers = sorted({plan.config.optimizer.name for plan in self.plans})
+        clusters = sorted({plan.config.cluster.name for plan in self.plans})
+        scope = f": {', '.join(optimizers)} on {', '.join(clusters)}, simulated"
+        yield section_head("Plans of the built-in sizes", scope)
+        table = Table()
+        table.add_column("recipe", no_wrap=True)
+        table.add_numbers("GPUs")
+        table.add_column("layout", no_wrap=True)
+        table.add_numbers("GiB", "balance", "bound", "step", "vs lw", "vs AdamW")
+        for plan in self.plans:
+            table.add_row(*_cells(plan), style="" if plan.study is not None else "yellow")
+        yield table
+        yield note(
+            "GiB: of the fullest GPU; balance: update time of the slowest rank over the mean; bound: lower bound on "
+            "balance; step: optimizer step; vs lw: layerwise's optimizer step divided by this one; vs AdamW: iteration "
+            "overhead over AdamW in this layout; -: layerwise or AdamW does not fit"
+        )
+        paths = (path for plan in self.plans if plan.study for path in plan.study.fast_paths(simulated=False).off)
+        if off := ", ".join(dict.fromkeys(paths)):
+            yield note(f"as shipped: off until verified on these GPUs (canzona doctor --gpu-check): {off}")
+        first = self.plans[0].config
+        yield paragraph(f"To see one in detail: canzona plan recipe={first.name} gpus={first.gpus} --dry-run")
+
+    def as_json(self) -> dict[str, object]:
+        """Returns the JSON of `canzona plan --json`."""
+        return {"version": VERSION, "plans": [plan.as_json() for plan in self.plans]}
+
+
+def overview(overrides: Sequence[str], recipes_dirs: Sequence[Path]) -> Overview:
+    """Plans every built-in size.
+
+    Args:
+        overrides: the settings that apply to all sizes; they do not choose a recipe.
+
+    Raises:
+        ConfigError: an override is not valid.
+    """
+    recipes = (f"recipe={name}" for name in (*SIZES, *SIZES_WITH_EXPERTS))
+    return Overview(plans=tuple(_planned([recipe, *overrides], recipes_dirs) for recipe in recipes))
+
+
+def _planned(overrides: Sequence[str], dirs: Sequence[Path]) -> SizePlan:
+    config, _ = plannable(compose_run(overrides, recipes_dirs=dirs, training=False).config)
+    study = None
+    with suppress(DoesNotFit):
+        config, layout = fit.resolve(config)
+        study = study_run(config, layout, baselines=_BASELINES, tp_modes=RELEASED_TP_MODES)
+    return SizePlan(config=config, study=study)
+
+
+def _cells(plan: SizePlan) -> tuple[str, ...]:
+    study, name = plan.study, plan.config.name.removeprefix("qwen3-")
+    if study is None:
+        return name, str(plan.config.gpus), "does not fit", *[""] * 6
+    return (
+        name,
+        str(plan.config.gpus),
+        layout_code(study.layout),
+        f"{study.memory.total / GIB:.0f}",
+        f"{study.balance.ranks:.3f}",
+        f"{study.balance.ranks_bound:.3f}",
+        step_time(study.planned.result.optimizer_s),
+        number(study.optimizer_speedup("layerwise"), ".1f"),
+        predicted_overhead(study.overhead(study.strategy)),
+    )
+
+
+LAYOUTS_VERSION = 1
+SHOWN = 8
+_WORTH_NAMING = 0.005
+"""The smallest share of an iteration that is listed under `limited by`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FastestLayouts(Page):
+    """The fastest layouts of a run: a table whose first row, in bold, is the layout that the run uses by
+    default."""
+
+    config: RunConfig
+    search: LayoutSearch
+    flex: LayoutResult | None = None
+    """The fastest layout with the dispatcher `flex`; None if it is not faster, or not possible."""
+    without_headroom: LayoutResult | None = None
+    """The fastest layout with `cluster.headroom_gib=0`; None if it is not faster than the first row of the
+    table."""
+    verbose: bool = False
+    """True to show the columns that do not fit in the terminal in a second table."""
+
+    widest = 140
+
+    def parts(self, screen: Screen) -> Iterator[RenderableType]:
+        config, best = self.config, self.search.best
+        optimizer = optimizer_words(config.optimizer.name, config.engine.strategy)
+        unit = rank_word(config.cluster.device)
+        place = f"{plural(config.gpus, unit)}, {config.cluster.name}"
+        yield section_head(config.name, f" on {place}, {optimizer}")
+        always_shown = ("batch", "recompute", "iteration", "slower", "MFU", "GiB")
+        heads = (*always_shown, "limited by", f"tokens/s/{unit}")
+        rows = ((layout_code(tried.layout), self._cells(tried)) for tried in best)
+        yield rows_table(heads, rows, bold=0, needed=None if self.verbose else len(always_shown))
+        yield note(
+            "PP2x5: two stages of five model chunks each; batch: micro-batch x accumulation x DP; slower: time per "
+            "sequence, relative to the first; GiB: on the fullest rank; a layout may use "
+            f"{_usable_memory(config)}; limited by, shown with -v or in a wide terminal: the largest shares of time "
+            "besides compute"
+        )
+        yield Text()
+        yield paragraph(self._why())
+        if self.without_headroom is not None:
+            cost = f"{config.cluster.headroom_gib:g} GiB of headroom cost {self._headroom_cost:.1%} of time"
+            choice = f"{layout_name(self.without_headroom.layout)} would be chosen"
+            size = f"{self.without_headroom.memory_bytes / GIB:.1f} GiB"
+            yield paragraph(f"{cost}: with cluster.headroom_gib=0, {choice}, at {size}.")
+        if self.flex is not None:
+            rate, now = (count(self._outlook(tried).tokens_per_s) for tried in (self.flex, best[0]))
+            yield paragraph(
+                f"With parallel.dispatcher=flex, which needs DeepEP on every machine, it would be "
+                f"{layout_name(self.flex.layout)}: {rate} tokens/s instead of {now}."
+            )
+        yield paragraph(
+            f"{self.search.legal:,} layouts were compared; {self.search.simulated:,} were simulated, and the others "
+            "do not fit or are estimated to be slower.",
+            "dim",
+        )
+
+    def as_json(self) -> dict[str, object]:
+        """Returns the JSON of `canzona plan --layouts --json`; new keys do not change `version`."""
+        return {
+            "version": LAYOUTS_VERSION,
+            "recipe": self.config.name,
+            "gpus": self.config.gpus,
+            "cluster": self.config.cluster.name,
+            "legal": self.search.legal,
+            "simulated": self.search.simulated,
+            "capacity_bytes": capacity(self.config),
+            "headroom_bytes": headroom(self.config),
+            "headroom_cost": self._headroom_cost,
+            "layouts": [
+                {
+                    "layout": asdict(tried.layout),
+                    "iteration_s": tried.iteration_s,
+                    "slower": self._slowdown(tried),
+                    "memory_bytes": tried.memory_bytes,
+                    "spent": asdict(tried.spent),
+                    "limits": [{"name": name, "seconds": seconds} for name, seconds in tried.spent.overheads],
+                    **asdict(self._outlook(tried)),
+                }
+                for tried in self.search.best
+            ],
+            "with_flex": None
+            if self.flex is None
+            else {"layout": asdict(self.flex.layout), "iteration_s": self.flex.iteration_s},
+            "why": self._why(),
+        }
+
+    @property
+    def _headroom_cost(self) -> float:
+        """The relative increase in time per sequence that the headroom costs."""
+        best = self.search.best[0]
+        return best.per_sequence_s / (self.without_headroom or best).per_sequence_s - 1
+
+    def _outlook(self, tried: LayoutResult) -> Outlook:
+        return outlook(self.config, tried.layout, tried.iteration_s)
+
+    def _slowdown(self, tried: LayoutResult) -> float:
+        return tried.per_sequence_s / self.search.best[0].per_sequence_s - 1
+
+    def _cells(self, tried: LayoutResult) -> tuple[str, ...]:
+        layout, forecast = tried.layout, self._outlook(tried)
+        return (
+            f"{layout.micro_batch_size} x {layout.num_microbatches} x {layout.dp}",
+            layout.recompute,
+            step_time(tried.iteration_s),
+            f"{self._slowdown(tried):.1%}" if tried is not self.search.best[0] else "",
+            f"{forecast.mfu:.1%}",
+            f"{tried.memory_bytes / GIB:.1f}",
+            _limits(tried),
+            count(forecast.tokens_per_s_per_gpu),
+        )
+
+    def _why(self) -> str:
+        """Explains which parts of a step make the fastest layout faster than the second fastest."""
+        first, *others = self.search.best
+        if not others:
+            return f"{layout_code(first.layout)} is the only layout that is legal and fits."
+        second = others[0]
+        scale = first.layout.global_batch_size / second.layout.global_batch_size
+        savings = {
+            LABELS[field.name]: scale * getattr(second.spent, field.name) - getattr(first.spent, field.name)
+            for field in fields(first.spent)
+        }
+        largest = sorted(savings.items(), key=lambda pair: -abs(pair[1]))[:3]
+        negligible_s = _WORTH_NAMING / 10 * first.iteration_s
+        reasons = [
+            f"{step_time(abs(saved))} {'less' if saved > 0 else 'more'} on {name}"
+            for name, saved in largest
+            if abs(saved) > negligible_s
+        ]
+        difference = f" For one batch, the first spends {', '.join(reasons)}." if reasons else ""
+        return (
+            f"{layout_name(first.layout)} has the shortest simulated time per sequence. Besides compute, it spends "
+            f"time on: {_limits(first) or 'nothing'}. The next, {layout_name(second.layout)}, is "
+            f"{self._slowdown(second):.2%} slower.{difference}"
+        )
+
+
+def fastest_layouts(config: RunConfig, *, verbose: bool) -> FastestLayouts:
+    """Searches for the fastest layouts of a composed run.
+
+    Args:
+        verbose: True to show every column, even in a narrow terminal.
+
+    Raises:
+        ConfigError: the settings are impossible.
+        DoesNotFit: no layout fits.
+    """
+    result = search(config, SHOWN)
+    if not result.best:
+        make_plan(*fit.resolve(config))  # raises an error that explains what does not fit
+    best, flex = result.best[0], with_flex(config)
+    tight = replace(config, cluster=replace(config.cluster, headroom_gib=0.0)) if config.cluster.headroom_gib else None
+    return FastestLayouts(
+        config=config,
+        search=result,
+        flex=_if_faster(flex, best),
+        without_headroom=_if_faster(tight, best),
+        verbose=verbose,
+    )
+
+
+def _if_faster(config: RunConfig | None, best: LayoutResult) -> LayoutResult | None:
+    """Returns the fastest layout of another run, if it is faster than `best`."""
+    fastest = () if config is None else search(config).best
+    return fastest[0] if fastest and fastest[0].per_sequence_s < best.per_sequence_s else None
+
+
+def _usable_memory(config: RunConfig) -> str:
+    """Formats the memory in GiB that a chosen layout may use on a GPU: `73.6, which keeps 3.0 free`."""
+    free = headroom(config)
+    kept_free = f", which keeps {free / GIB:.1f} free" if free else ""
+    return f"{(capacity(config) - free) / GIB:.1f}{kept_free}"
+
+
+def _limits(tried: LayoutResult) -> str:
+    """Formats the two largest parts of an iteration other than compute: `updates 5%, pipeline idle 3%`."""
+    shares = ((name, seconds / tried.iteration_s) for name, seconds in tried.spent.overheads[:2])
+    return ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= _WORTH_NAMING)
+
+
+GPU_COUNTS = (1, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutRow:
+    """The layout of a recipe on one number of GPUs."""
+
+    gpus: int
+    layout: Layout | None
+    """The chosen layout; if none fits, the one that needs the least memory; None if no layout is legal."""
+    memory: Memory | None
+    """The memory of the fullest rank in this layout."""
+    note: str
+    """The settings that would make a layout fit, or the reason why no layout is legal; empty if a layout
+    fits."""
+
+    @property
+    def fits(self) -> bool:
+        return self.layout is not None and not self.note
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutsByGpus(Page):
+    """The layouts of a recipe: a table with a row for each number of GPUs, which fits in 80 columns."""
+
+    config: RunConfig
+    rows: tuple[LayoutRow, ...]
+
+    def as_json(self) -> dict[str, object]:
+        """Returns the recipe's part of `canzona recipes layouts --json`."""
+        rows = [
+            {
+                "gpus": row.gpus,
+                "fits": row.fits,
+                "layout": None if row.layout is None else asdict(row.layout),
+                "memory_bytes": None if row.memory is None else row.memory.total,
+                "note": row.note,
+            }
+            for row in self.rows
+        ]
+        return {"recipe": self.config.name, "capacity_bytes": capacity(self.config), "rows": rows}
+
+    def parts(self, screen: Screen) -> Iterator[RenderableType]:
+        model, cluster = self.config.model, self.config.cluster
+        counted = parameter_count(model)
+        optimizer = optimizer_words(self.config.optimizer.name, self.config.engine.strategy)
+        job = f" on {cluster.name}, {optimizer}, sequences of {self.config.train.seq_length} tokens"
+        yield section_head(self.config.name, job)
+        parameters = f"{_billions(counted.total)} parameters"
+        published = family_of(model).published
+        if model.name in published:
+            total, body = published[model.name]
+            parameters += f" (published {total}), {_billions(counted.non_embedding)} without embeddings"
+            parameters += f" ({body})" if body else ""
+        yield paragraph(parameters, "dim")
+        yield paragraph(
+            f"batch: sequences per step = micro-batch x accumulation x DP; PP2x9, for example, is 2 pipeline stages of "
+            f"9 model chunks each; GiB/rank: memory of the fullest rank; the limit is {_usable_memory(self.config)}",
+            "dim",
+        )
+        ranks = "GPUs" if cluster.device == "cuda" else "ranks"
+        table = Table()
+        table.add_numbers(ranks)
+        table.add_column("layout", min_width=14, no_wrap=True)
+        table.add_numbers("batch")
+        table.add_column("recompute", no_wrap=True)
+        table.add_column("GiB/rank", justify="right")
+        for row in self.rows:
+            table.add_row(*_layout_cells(row), style="" if row.fits else "yellow")
+        yield table
+        for row in self.rows:
+            if row.note:
+                yield paragraph(row.note, "yellow", first=f"{row.gpus:>{len(ranks)}}: ")
+
+
+def layouts_by_gpus(config: RunConfig, gpu_counts: Sequence[int] = GPU_COUNTS) -> LayoutsByGpus:
+    """Chooses a layout for each number of GPUs; `config.gpus` is ignored."""
+    unconstrained = replace(config, cluster=replace(with_layers_here(config.cluster), nodes=None))
+    rows = tuple(_row(replace(unconstrained, gpus=gpus)) for gpus in gpu_counts)
+    return LayoutsByGpus(config=unconstrained, rows=rows)
+
+
+def _row(config: RunConfig) -> LayoutRow:
+    try:
+        best = fit.choose(config)
+    except ConfigError as error:
+        reasons = (f"{problem.key}={problem.value} {problem.reason}" for problem in error.problems)
+        return LayoutRow(gpus=config.gpus, layout=None, memory=None, note="; ".join(reasons))
+    if best is not None:
+        run = fill(config, best.layout)
+        note = ""
+        memory: Memory = best.memory
+        try:
+            memory = memory_of(run, best.layout, plan_of_run(run, best.layout))
+        except DoesNotFit as error:
+            note = "; ".join(f"{problem.reason}: {problem.fix}" for problem in error.problems)
+        return LayoutRow(gpus=config.gpus, layout=best.layout, memory=memory, note=note)
+    smallest = min(candidates(config), key=lambda candidate: candidate.memory.total)
+    ways = [override for override, _ in fit.suggestions(config)]
+    note = f"would fit with {' or '.join(ways)}" if ways else "needs a smaller model, or GPUs with more memory"
+    return LayoutRow(gpus=config.gpus, layout=smallest.layout, memory=smallest.memory, note=note)
+
+
+def _layout_cells(row: LayoutRow) -> tuple[str, ...]:
+    layout, memory = row.layout, row.memory
+    if layout is None or memory is None:
+        return f"{row.gpus}", "not possible", "", "", ""
+    gib = f"{memory.total / GIB:.1f}" if memory.total >= GIB else f"{memory.total / GIB:.2f}"
+    if not row.fits:
+        return f"{row.gpus}", "does not fit", "", "", gib
+    return (
+        f"{row.gpus}",
+        layout_code(layout),
+        f"{layout.global_batch_size} = {layout.micro_batch_size} x {layout.num_microbatches} x {layout.dp}",
+        layout.recompute,
+        gib,
+    )
+
+
+def _billions(parameters: int) -> str:
+    return f"{parameters / 1e9:.3f} B" if parameters >= 1e8 else f"{parameters / 1e6:.2f} M"

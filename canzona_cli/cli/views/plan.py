@@ -1,0 +1,415 @@
+"""The screen of `canzona plan`: a summary that fits in 25 lines, one comparison, or everything about a
+plan."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from canzona_cli.cli.views.charts import MEMORY, Bar, Bars, Lanes, LoadMaps, phase_bar, planned_lanes
+from canzona_cli.cli.views.header import describe_batch, describe_layout, fast_path_rows, outlook_rows, rank_word
+from canzona_cli.cli.views.page import (
+    Page,
+    Paragraph,
+    Screen,
+    items,
+    joined,
+    labelled_rows,
+    note,
+    paragraph,
+    section_head,
+)
+from canzona_cli.cli.views.tables import GroupedTable, column, rows_table
+from canzona_cli.core.costs.memory import GIB
+from canzona_cli.core.costs.update import RULES
+from canzona_cli.core.phases import LABELS
+from canzona_cli.core.planner.measures import UpdateKind, kinds
+from canzona_cli.core.setup import Gathering, Reduction
+from canzona_cli.core.simulate.compare import STRATEGIES, Comparison, Study, Variant, mode_key
+from canzona_cli.records.breakdown import describes_machine
+from canzona_cli.records.corpus import PreparedCorpus, supply
+from canzona_cli.records.words import MISSING, count, milliseconds, plural, predicted_overhead, size, step_time, traffic
+
+_NO_GAP = 1e-6
+"""The relative gap to the lower bound below which a plan is called optimal, because the gap may be due to
+rounding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanView(Page):
+    """The description of a plan, with simulated times."""
+
+    study: Study
+    written: Path | None = None
+    """The plan file; None if nothing was written."""
+    compare: Comparison | None = None
+    """The comparison that replaces the summary; None to show the summary."""
+    verbose: bool = False
+    """True to show everything about the plan."""
+    assumptions: bool = False
+    """True to list the assumptions of the simulation instead of only counting them."""
+    corpus: PreparedCorpus | None = None
+    """The user's prepared corpus; None if it does not exist, or if the run uses the built-in corpus."""
+
+    widest = 120
+
+    def parts(self, screen: Screen) -> Iterator[RenderableType]:
+        study = self.study
+        compared = [] if self.compare is None else [phases if self.compare == "strategies" else variants]
+        yield self._title()
+        sections = compared or [strategies]
+        if self.verbose:
+            yield from labelled_rows(self._rows())
+            sections = [strategies_section, *compared, load_map, memory, iterations, streams]
+        elif not compared:
+            yield from labelled_rows(self._main_rows())
+        for section in sections:
+            yield Text()
+            yield from section(study, screen)
+        if self.assumptions:
+            yield from items("Assumptions", study.assumptions, "dim")
+        if self.verbose or self.assumptions or compared:
+            yield Text()  # the summary has no line to spare
+        if self.verbose or self.written is not None:
+            yield paragraph(self._file_text())
+        yield from map(note, self._hints())
+
+    @property
+    def _unit(self) -> str:
+        return rank_word(self.study.config.cluster.device)
+
+    def _title(self) -> Paragraph:
+        study, config = self.study, self.study.config
+        layout = f"{describe_layout(study.layout, config.cluster.device)} on {config.cluster.name}"
+        title = joined((f"Plan {study.plan.name}", "bold"), f"  {config.name}, {self._optimizer()}, {layout}")
+        return paragraph(title, rest="  ")
+
+    def _optimizer(self) -> str:
+        algorithm = self.study.plan.subject.optimizer
+        if algorithm.custom:
+            return f"custom (cost model of {algorithm.name})"
+        if RULES[algorithm.name].preconditioned:
+            return f"{algorithm.name} (refreshed every {algorithm.refresh_period} steps)"
+        if RULES[algorithm.name].orthogonal:
+            return f"{algorithm.name} ({algorithm.ns_steps} Newton-Schulz steps)"
+        return algorithm.name
+
+    def _main_rows(self) -> Iterator[tuple[str, Text | str]]:
+        """Yields the rows of the summary."""
+        study, balance, account = self.study, self.study.balance, self.study.memory
+        yield "batch", describe_batch(study.layout, study.config.train.seq_length)
+        yield from [row for row in outlook_rows(study.config, study.outlook) if row[0] != "checkpoints"]
+        yield from self._dispatcher_rows()
+        free = max(account.capacity - account.total, 0)
+        yield "memory", f"{size(account.total)} on the fullest {self._unit}, {size(free)} free"
+        yield "matrices", self._matrices()
+        busiest = f"{step_time(balance.slowest_s)} of updates on rank {balance.slowest.rank}"
+        reached = f"{balance.grid:.3f} (bound {balance.lower_bound:.3f})"
+        yield "load balance", f"{reached}: {busiest}, mean {step_time(balance.mean_s)}"
+        yield from fast_path_rows(study.fast_paths(simulated=False), None)
+
+    def _rows(self) -> Iterator[tuple[str, Text | str]]:
+        """Yields the rows of the verbose view."""
+        study, communication = self.study, self.study.communication
+        plan, mesh, settings = study.plan, study.plan.subject.layout, study.plan.subject.settings
+        yield "batch", describe_batch(study.layout, study.config.train.seq_length)
+        corpus_supply = supply(study.config, study.layout, self.corpus)
+        if corpus_supply is not None:
+            yield "epochs", corpus_supply.words
+        yield from outlook_rows(study.config, study.outlook)
+        yield from self._dispatcher_rows()
+        yield "matrices", self._matrices()
+        if updates := self._updates():
+            yield "updates", updates
+        orders: dict[str, str] = {"asc": "in order", "paper": f"in order, alpha {settings.alpha:g}"}
+        order = orders.get(settings.strategy, "by owner")
+        grid = f"{plural(mesh.owners, 'owner')} × {plural(mesh.tp, 'host')}"
+        shared_count = len(plan.assignment.shared_costs)
+        shared = f"; {shared_count:,} matrices shared by TP groups" if shared_count else ""
+        if mesh.ep > 1:
+            grid += f", each expert on {plural(mesh.expert_owners, 'rank')}"
+        yield "assignment", f"{settings.strategy}: {order}; grid of {grid}{shared}"
+        yield from self._update_rows()
+        group_elements = (sum(plan.matrices[index].elements for index in group.matrices) for group in plan.groups)
+        groups = f"{plural(len(plan.groups), 'micro-group')}"
+        padding = f"{len(plan.buckets)}, {100 * communication.padding_fraction:.1f}% padding"
+        yield "buckets", f"{padding}; {groups}, up to {count(max(group_elements, default=0))} elements each"
+        reduced = f"{traffic(communication.dp_reduce_bytes)} of gradients reduced"
+        gathered = f"{traffic(communication.dp_gather_bytes)} of weights gathered"
+        exchanged = f"{traffic(communication.tp_exchange_bytes)} exchanged over TP"
+        yield "traffic", f"per {self._unit} and step: {reduced}, {gathered}, {exchanged}"
+        if communication.reduced_by:
+            gradients = f"{communication.dp_reductions:,} ({_bucket_counts(communication.reduced_by)})"
+            weights = f"{communication.dp_gathers:,} ({_bucket_counts(communication.gathered_by)})"
+            yield "collectives", f"gradients: {gradients}, weights: {weights}"
+        yield "optimizer", self._comparison_text()
+        result = study.planned.result
+        yield from fast_path_rows(study.fast_paths(simulated=True), (result.iteration_s, result.optimizer_s))
+
+    def _dispatcher_rows(self) -> Iterator[tuple[str, Text | str]]:
+        """Yields the row that names the faster dispatcher, which is not chosen because it needs DeepEP."""
+        speedup = self.study.flex_speedup
+        if speedup is not None and speedup > 1.005:
+            yield "dispatcher", f"alltoall; flex (needs DeepEP): about {speedup - 1:+.0%} tokens/s (estimated)"
+
+    def _update_rows(self) -> Iterator[tuple[str, Text | str]]:
+        """Yields the rows about the time of updates."""
+        study, balance, mesh = self.study, self.study.balance, self.study.plan.subject.layout
+        yield (
+            "load balance",
+            Text.assemble(
+                (f"{balance.grid:.3f}", "bold"),
+                f" over the grid (max / mean; DP {balance.dp:.3f}, TP {balance.tp:.3f}); lower bound ",
+                (f"{balance.lower_bound:.3f}", "bold"),
+                f"; this plan is {_gap_text(balance.gap)}",
+                f"; {balance.ranks:.3f} over all ranks, lower bound {balance.ranks_bound:.3f}" if mesh.pp > 1 else "",
+            ),
+        )
+        slowest, mean = step_time(balance.slowest_s), step_time(balance.mean_s)
+        yield "busiest rank", f"{balance.slowest.describe(mesh)}: {slowest} (mean {mean})"
+        if study.refreshes is not None:
+            refreshes, mean_s = study.refreshes, study.planned.result.iteration_s
+            spreading = "spread" if study.plan.subject.optimizer.spread else "not spread"
+            step_count, most_s = plural(len(refreshes.steps_s), "step"), step_time(max(refreshes.steps_s))
+            updates = f"up to {most_s} of updates in a step, mean {step_time(refreshes.mean_s)}"
+            longest = f"{step_time(mean_s + refreshes.excess_s)}, {refreshes.excess_s / mean_s:+.1%} over the mean"
+            yield "refreshes", f"{spreading} over {step_count}: {updates}; longest step {longest}"
+
+    def _comparison_text(self) -> Text:
+        """Returns the optimizer time and the comparison with other strategies: `19.4 ms (layerwise takes
+        26.5× as long, sc does not fit); iteration +1% over AdamW in this layout`."""
+        study = self.study
+        ratios = {name: study.optimizer_speedup(name) for name in ("layerwise", "sc")}
+        comparisons = [f"{name} takes {ratio:.1f}× as long" for name, ratio in ratios.items() if ratio is not None]
+        misfits = [name for name, ratio in ratios.items() if ratio is None]
+        if misfits:
+            comparisons.append(f"{' and '.join(misfits)} {'does' if len(misfits) == 1 else 'do'} not fit")
+        increase = study.overhead(study.strategy)
+        adamw = "AdamW does not fit" if increase is None else f"iteration {predicted_overhead(increase)} over AdamW"
+        seconds = step_time(study.planned.result.optimizer_s)
+        return joined((seconds, "bold"), f" ({', '.join(comparisons)}); {adamw} in this layout")
+
+    def _matrices(self) -> str:
+        plan = self.study.plan
+        mesh, matrices = plan.subject.layout, plan.matrices
+        elements = count(sum(matrix.elements for matrix in matrices))
+        text = f"{len(matrices):,} with {elements} elements (engine.splitting={plan.subject.settings.splitting})"
+        ranks = mesh.pp * mesh.cells
+        busy = sum(load > 0 for stage in range(mesh.pp) for load in plan.loads(stage))
+        if len(matrices) >= ranks or busy == ranks:
+            return text
+        idle = f"fewer than ranks: {ranks - busy:,} of {ranks:,} ranks update none"
+        return f"{text}; {idle}" if self.verbose else f"{len(matrices):,}, {idle}"
+
+    def _updates(self) -> str:
+        """Describes how each shape is orthogonalised, such as `192 of 25,600 × 5,120: gram, 14.8 ms each;
+        ...; expected RMS error of the singular values: 0.017`; empty for optimizers
+        without orthogonalisation."""
+        shapes_updated = kinds(self.study.config, self.study.plan)
+        if shapes_updated[0].form is None:
+            return ""
+        shapes = "; ".join(
+            f"{kind.matrices:,} of {kind.rows:,} × {kind.cols:,}: {kind.form}, {step_time(kind.seconds)} each"
+            f"{f', in stacks of {kind.together}' if kind.together > 1 else ''}{_shared(kind)}"
+            for kind in shapes_updated
+        )
+        error = shapes_updated[0].error
+        expected = "" if error is None else f"; expected RMS error of the singular values: {error:g}"
+        return f"{shapes}{expected}"
+
+    def _file_text(self) -> str:
+        plan = self.study.plan
+        where = "was not written" if self.written is None else f"was written to {self.written}"
+        return f"Plan {plan.hash if self.verbose else plan.name} {where}."
+
+    def _hints(self) -> Iterator[str]:
+        """Yields hints about the options that show more."""
+        hints = (
+            []
+            if self.assumptions
+            else [f"Simulated under {len(self.study.assumptions)} assumptions; --assumptions lists them."]
+        )
+        if not self.verbose:
+            hints.append("-v adds all details.")
+        if hints:
+            yield " ".join(hints)
+
+
+def _shared(kind: UpdateKind) -> str:
+    """Describes the matrices that TP groups share: ` (120 shared: 2.8 ms per rank)`; empty if there are
+    none."""
+    return f" ({kind.shared:,} shared: {step_time(kind.fragment_s)} per rank)" if kind.shared else ""
+
+
+def _bucket_counts(buckets: Mapping[Reduction, int] | Mapping[Gathering, int]) -> str:
+    """Formats the number of buckets by kind of collective: `60 buckets by ring, 5 buckets by reduce`. With
+    only one kind, returns its name."""
+    if len(buckets) == 1:
+        return f"{next(iter(buckets))}"
+    return ", ".join(f"{plural(number, 'bucket')} by {kind}" for kind, number in buckets.items())
+
+
+def _gap_text(gap: float) -> str:
+    """Describes a plan's relative distance from its lower bound, such as `1.5% above it`."""
+    if gap < _NO_GAP:
+        return "optimal"
+    return f"{100 * gap:.1f}% above it" if gap >= 0.0005 else "less than 0.1% above it"
+
+
+def strategies(study: Study, screen: Screen, *, all_modes: bool = False) -> Iterator[RenderableType]:
+    """Yields a table of all strategies: times, overhead, memory, and times relative to the planned strategy.
+
+    Args:
+        all_modes: True to show layerwise and sc also in the slower of the modes that the supported Megatron can run.
+    """
+    names = [
+        name
+        for name in study.shown_strategies
+        if all_modes or name in (*STRATEGIES, mode_key("layerwise", "layer_sharded"))
+    ]
+    heads = ("iteration", "optimizer", "vs AdamW", "GiB", "opt. ratio", "iter. ratio")
+    rows = ((_strategy_label(name), _strategy_cells(study, name)) for name in names)
+    yield rows_table(heads, rows, bold=names.index(study.strategy))
+    cluster = study.config.cluster
+    measured = describes_machine(cluster.device, calibrated=cluster.calibrated)
+    hardware = "" if measured else " on an uncalibrated CPU"
+    fit = all(strategy.fits for strategy in study.strategies.values())
+    misfits = "" if fit else f"; !: does not fit in {study.memory.capacity / GIB:.1f} GiB, simulated as if it did"
+    ratio = f"ratio: time divided by {study.strategy}'s"
+    yield note(f"simulated in this layout{hardware}; optimizer: exposed time; {ratio}{misfits}")
+    layerwise, sc = (study.strategies[name].tp_mode for name in ("layerwise", "sc"))
+    if layerwise is not None:
+        faster = f"layerwise, sc: TP mode {sc}" if layerwise == sc else f"layerwise: TP mode {layerwise}, sc: {sc}"
+        yield note(f"{faster}; layer_sharded: Megatron's main branch")
+
+
+def strategies_section(study: Study, screen: Screen) -> Iterator[RenderableType]:
+    """Yields the table of strategies, with a title."""
+    yield section_head("Strategies", ", simulated on the same layout and batch")
+    yield from strategies(study, screen, all_modes=True)
+
+
+def _strategy_label(name: str) -> str:
+    """Returns the label of a strategy's row; another mode is indented below its strategy."""
+    _, slash, mode = name.partition("/")
+    return f"  {mode}" if slash else name
+
+
+def _strategy_cells(study: Study, name: str) -> tuple[str, ...]:
+    simulated = study.strategies[name]
+    compared = name not in ("adamw", study.strategy)
+    return (
+        step_time(simulated.result.iteration_s),
+        step_time(simulated.result.optimizer_s),
+        MISSING if name == "adamw" else predicted_overhead(study.overhead(name)),
+        f"{simulated.memory_bytes / GIB:.1f}{' ' if simulated.fits else '!'}",
+        _times_as_long(study.optimizer_speedup(name)) if compared else "",
+        _times_as_long(study.iteration_speedup(name)) if compared else "",
+    )
+
+
+def _times_as_long(ratio: float | None) -> str:
+    return MISSING if ratio is None else f"{ratio:.2f}x"
+
+
+def phases(study: Study, screen: Screen) -> Iterator[RenderableType]:
+    """Yields a table of each phase's milliseconds for every strategy, on the rank that finishes last."""
+    results = [study.strategies[name].result for name in STRATEGIES]
+    shown = [phase for phase in LABELS if any(result.phases.get(phase) for result in results)]
+    waits = "exchange includes waits for other hosts; " if "exchange" in shown else ""
+    lead = f" on the rank that finishes last; {waits}all rows but the totals add up to the iteration"
+    yield section_head("Phases", lead)
+    groups = []
+    for name, result in zip(STRATEGIES, results, strict=True):
+        phase_times = (result.phases.get(phase) or None for phase in shown)  # `-` for a phase without time
+        groups.append(column(name, list(map(milliseconds, (*phase_times, result.iteration_s)))))
+    yield GroupedTable(
+        head="phase, ms",
+        labels=[*(LABELS[phase] for phase in shown), "iteration"],
+        groups=groups,
+        sections=(len(shown),),
+        styles=[*("dim" if phase.endswith("_total") else "" for phase in shown), "bold"],
+    )
+
+
+def variants(study: Study, screen: Screen) -> Iterator[RenderableType]:
+    """Yields a table that compares plans of the same run with other values of a setting."""
+    yield section_head("Alternatives", f" to this plan, strategy {study.strategy}")
+    heads = ("balance", "bound", "bytes", "padding", "optimizer", "iteration", "GiB")
+    planned = getattr(study.config.optimizer, "form", "")
+    names = [variant.name + " *" * (variant.name == planned) for variant in study.variants]
+    yield rows_table(heads, zip(names, map(_variant_cells, study.variants), strict=True))
+    yield note("*: this plan; balance: update time of the slowest rank over the mean; bytes: peak over mean per owner")
+
+
+def _variant_cells(variant: Variant) -> tuple[str, ...]:
+    communication = variant.communication
+    return (
+        f"{variant.balance.grid:.3f}",
+        f"{variant.balance.lower_bound:.3f}",
+        f"{communication.dp_byte_balance:.2f}",
+        f"{100 * communication.padding_fraction:.1f}%",
+        step_time(variant.result.optimizer_s),
+        step_time(variant.result.iteration_s),
+        f"{variant.memory_bytes / GIB:.1f}",
+    )
+
+
+_CUT = 1.6
+"""The largest scale of the bars, as a multiple of the longest iteration of the strategies other than sc. If
+sc's bar is longer, it is cut off."""
+
+
+def load_map(study: Study, screen: Screen) -> Iterator[RenderableType]:
+    """Yields a map of the ranks' update times for each of `Study.drawn_strategies`; with several pipeline
+    stages, only of the stage with the slowest rank."""
+    mesh = study.plan.subject.layout
+    shown = ((name, study.strategies[name].loads) for name in study.drawn_strategies)
+    maps = {name: loads for name, loads in shown if loads is not None}
+    stage = f", pipeline stage {study.balance.slowest.stage}" if mesh.pp > 1 else ""
+    yield section_head("Update time of every rank", f"; colour: time relative to the mean of the strategy{stage}")
+    yield LoadMaps(maps=maps, hosts=mesh.tp)
+
+
+def memory(study: Study, screen: Screen) -> Iterator[RenderableType]:
+    """Yields one bar with the parts of the fullest rank's memory, and its free memory."""
+    account, mesh = study.memory, study.plan.subject.layout
+    unit = rank_word(study.config.cluster.device)
+    free = max(account.capacity - account.total, 0)
+    yield section_head(
+        "Memory",
+        f" of the fullest {unit}, {account.worst.describe(mesh)}: {account.total / GIB:.1f} of "
+        f"{account.capacity / GIB:.1f} GiB, {free / GIB:.1f} free",
+    )
+    parts = [(name, float(account.parts[name])) for name in MEMORY if account.parts.get(name)]
+    row = Bar(label="fullest", parts=parts, value=size(account.total), limit=account.capacity)
+    scale = max(account.capacity, account.total)
+    yield Bars(rows=[row], scale=scale, inks=MEMORY, show=size, amounts=True)
+
+
+def iterations(study: Study, screen: Screen) -> Iterator[RenderableType]:
+    """Yields one bar per strategy on one scale: the phases of the slowest rank's iteration."""
+    results = {name: study.strategies[name].result for name in STRATEGIES}
+    longest = max(result.iteration_s for name, result in results.items() if name != "sc")
+    scale = min(max(result.iteration_s for result in results.values()), _CUT * longest)
+    yield section_head("Iteration", f", exposed time of each phase; the full width is {step_time(scale)}")
+    rows = [phase_bar(name, result.phases, result.iteration_s) for name, result in results.items()]
+    yield Bars(rows=rows, scale=scale)
+
+
+def streams(study: Study, screen: Screen) -> Iterator[RenderableType]:
+    """Yields the timeline of the rank that finishes last: the full iteration, then its part from gradient
+    norm and clipping on, enlarged. In a page, the enlarged part shows all recorded ranks."""
+    result = study.planned.result
+    slowest, end_s = result.slowest_rank, max(event.end_s for event in result.events)
+    enlarged_start_s = min((event.start_s for event in result.events if event.phase == "norm_clip"), default=0.0)
+    yield section_head("Timeline", f" of {study.strategy} on rank {slowest}, which finishes last")
+    slowest_lanes = planned_lanes([event for event in result.events if event.rank == slowest])
+    yield Lanes(title="iteration", rows=slowest_lanes, end_s=end_s)
+    late_events = [event for event in result.events if event.end_s > enlarged_start_s]
+    enlarged_lanes = planned_lanes(late_events) if screen.page else slowest_lanes
+    yield Lanes(title="enlarged", rows=enlarged_lanes, start_s=enlarged_start_s, end_s=end_s)
+    if not (screen.colour or screen.page):
+        yield note("Lower-case letters: phases fill less than half of the time slice.")

@@ -1,0 +1,226 @@
+"""The screens of `canzona train --dry-run` and `--prepare-only` (the resolved run and the command that starts
+it), and the JSON of `canzona validate`."""
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from canzona_cli.cli.views.charts import MEMORY
+from canzona_cli.cli.views.header import fast_path_rows, header_rows, outlook_rows, rank_word
+from canzona_cli.cli.views.page import Page, Screen, labelled_rows, paragraph
+from canzona_cli.config.secrets import redact, shown_value
+from canzona_cli.core.costs.memory import GIB, Memory
+from canzona_cli.core.errors import CanzonaError
+from canzona_cli.core.model.matrices import routing
+from canzona_cli.core.planner.measures import balance
+from canzona_cli.core.planner.plan_file import ObtainedPlan
+from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.core.simulate.fast_paths import FastPaths
+from canzona_cli.core.simulate.predict import Outlook
+from canzona_cli.launch.card import Card
+from canzona_cli.launch.torchrun import (
+    ENDPOINT_PLACEHOLDER,
+    NODE_RANK_PLACEHOLDER,
+    LaunchCommand,
+    node_count,
+    ranks_per_node,
+)
+from canzona_cli.records.breakdown import Prediction
+from canzona_cli.records.corpus import PreparedCorpus, supply
+from canzona_cli.records.words import plural
+
+VERSION = 2
+
+
+def resolved_json(config: RunConfig, layout: Layout, plan: ObtainedPlan | None) -> dict[str, object]:
+    """Returns a resolved run as JSON values. New keys do not change `version`.
+
+    Args:
+        plan: the plan that the run executes; None for a run without a plan.
+    """
+    return {
+        "version": VERSION,
+        "recipe": config.name,
+        "layout": {**asdict(layout), "world_size": layout.world_size},
+        "tokens_per_step": layout.global_batch_size * config.train.seq_length,
+        "plan": None if plan is None else _plan(plan),
+        "routing": asdict(routing(config)),
+        "settings": asdict(config),
+    }
+
+
+def refused_json(error: CanzonaError) -> dict[str, object]:
+    """Returns the JSON of `canzona validate --json` for a refused run; secrets are redacted."""
+    problems = [
+        {
+            "key": problem.key,
+            "value": None if problem.value is None else redact(str(shown_value(problem.key, problem.value))),
+            "reason": redact(problem.reason),
+            "fix": redact(problem.fix),
+        }
+        for problem in error.problems
+    ]
+    return {"version": VERSION, "ok": False, "exit_code": int(error.exit_code), "problems": problems}
+
+
+def _plan(obtained: ObtainedPlan) -> dict[str, object]:
+    reached = balance(obtained.plan)
+    return {
+        "hash": obtained.plan.hash,
+        "file": None if obtained.path is None else str(obtained.path),
+        "load_balance": reached.grid,
+        "lower_bound": reached.lower_bound,
+        "slowest_update_s": reached.slowest_s,
+    }
+
+
+RUN_DIR_TIME = "YYYYmmdd-HHMMSS"
+"""The placeholder for the start time in the name of a run directory that does not exist yet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun(Page):
+    """The description of a resolved run. The configuration, environment and command are not wrapped, so that
+    they can be copied."""
+
+    config: RunConfig
+    config_yaml: str | None
+    """The configuration to show; None to omit it."""
+    layout: Layout
+    corpus: PreparedCorpus | None
+    """The corpus of the run; None for the built-in corpus in a dry run, which does not prepare it."""
+    plan: ObtainedPlan | None
+    outlook: Outlook
+    predicted: Prediction
+    fast_paths: FastPaths
+    """The fast paths that the run leaves off, and its step with them."""
+    memory: Memory
+    command: LaunchCommand
+    card: Card | None = None
+    """The recorded results of the run's recipe; None if there are none for these settings."""
+    prepared: bool = False
+    """True for `--prepare-only`, which writes the run directory but does not run the command."""
+    samples: int | None = None
+    """The number of samples of a resumed run; None for a run that starts at its first step."""
+
+    def as_json(self) -> dict[str, object]:
+        """Returns the JSON of `canzona train --dry-run`. New keys do not change `version`."""
+        memory = self.memory
+        return {
+            **resolved_json(self.config, self.layout, self.plan),
+            "memory": {
+                "parts_bytes": dict(memory.parts),
+                "total_bytes": memory.total,
+                "capacity_bytes": memory.capacity,
+                "worst_rank": memory.worst_rank,
+            },
+            "outlook": asdict(self.outlook),
+            "fast_paths": asdict(self.fast_paths),
+            "data": self._sets(),
+            "nodes": node_count(self.config),
+            "ranks_per_node": ranks_per_node(self.config),
+            "environment": dict(self.command.environment),
+            "command": list(self.command.argv),
+        }
+
+    def _sets(self) -> list[dict[str, object]]:
+        """Returns the data sets that the run reads, with their epochs; empty if they are not prepared yet."""
+        tokens, corpus = supply(self.config, self.layout, self.corpus, samples=self.samples), self.corpus
+        if tokens is None or corpus is None:
+            return []
+        epochs = {name: part.epochs for name, part in tokens.sets.items()}
+        return [
+            {**asdict(part), "prefix": str(part.prefix), "epochs": epochs.get(part.name, tokens.epochs)}
+            for part in corpus.sets
+        ]
+
+    def parts(self, screen: Screen) -> Iterator[RenderableType]:
+        routed = self.config_yaml is not None
+        rows = [
+            *header_rows(
+                self.config, self.layout, corpus=self.corpus, plan=self.plan, samples=self.samples, routed=routed
+            ),
+            ("memory", self._memory()),
+            *outlook_rows(self.config, self.outlook),
+            *fast_path_rows(self.fast_paths, (self.predicted.iteration_s, self.predicted.optimizer_s)),
+            *self._card(),
+        ]
+        yield from labelled_rows(rows, 13, indent=0)
+        yield Text()
+        if self.config_yaml is not None:
+            yield from _verbatim("resolved configuration", self.config_yaml.rstrip().splitlines())
+            yield Text()
+        if self._environment_shown:
+            variables = self.command.environment.items()
+            exports = [f"export {name}={shlex.quote(value)}" for name, value in variables]
+            yield from _verbatim("environment", exports)
+            yield Text()
+        command = LaunchCommand(argv=self.command.argv, environment={}).shell()
+        yield from _verbatim("command" + self._where(), command.splitlines())
+        for note in self._notes():
+            yield paragraph(note, "dim")
+
+    @property
+    def _environment_shown(self) -> bool:
+        return self.config_yaml is not None or self.prepared
+
+    def _card(self) -> Iterator[tuple[str, str]]:
+        if self.card is not None:
+            yield "reference", self.card.words
+        elif self.config.cluster.device == "cuda":
+            yield "reference", "no run with these settings was recorded, so times and memory are only simulated"
+
+    def _memory(self) -> str:
+        memory, cluster = self.memory, self.config.cluster
+        parts = (f"{MEMORY[name].name} {size / GIB:.2f}" for name, size in memory.parts.items() if size)
+        # On CPU ranks, the reserve is the memory of Python and torch, which `top` shows as used; on a GPU, it is not
+        # part of the run's memory.
+        remarks = f"; Python and torch take about {cluster.reserved_gib:g} GiB more" if cluster.device == "cpu" else ""
+        free = memory.capacity - memory.total
+        if free < memory.headroom:
+            headroom = f"cluster.headroom_gib={cluster.headroom_gib:g}"
+            remarks += f"; leaves {free / GIB:.2f} GiB free, less than {headroom}"
+        total = f"{memory.total / GIB:.2f} of {memory.capacity / GIB:.2f} GiB"
+        return f"{total} on the fullest {rank_word(cluster.device)} ({memory.worst_rank}): {', '.join(parts)}{remarks}"
+
+    def _where(self) -> str:
+        nodes = node_count(self.config)
+        if nodes == 1:
+            return ""
+        each = plural(ranks_per_node(self.config), rank_word(self.config.cluster.device))
+        return f" on each of {nodes} machines ({each} each)"
+
+    def _notes(self) -> Iterator[str]:
+        last_node = node_count(self.config) - 1
+        if last_node:
+            shown = self.command.environment if self._environment_shown else {}
+            if "OMP_NUM_THREADS" in shown:
+                yield "OMP_NUM_THREADS suits this machine's cores; `canzona train` sets it on each machine."
+            if NODE_RANK_PLACEHOLDER in self.command.argv:
+                yield f"{NODE_RANK_PLACEHOLDER} is cluster.node_rank: 0 to {last_node}, different on each machine."
+            if not shown.get("GLOO_SOCKET_IFNAME", "lo").startswith("lo"):
+                yield "GLOO_SOCKET_IFNAME is this machine's network interface to machine 0; the others detect theirs."
+            if ENDPOINT_PLACEHOLDER in self.command.argv:
+                if self._environment_shown:
+                    yield "GLOO_SOCKET_IFNAME, the network interface to machine 0, is detected on each machine."
+                address = "an address of machine 0 that all others can reach"
+                yield f"{ENDPOINT_PLACEHOLDER} is cluster.rdzv_endpoint: {address}."
+        if self.config.run.dir is None:
+            yield f"{RUN_DIR_TIME} is the start time; run.dir sets the full path instead."
+        if self.prepared:
+            directory = self.command.argv[-1]
+            yield f"Prepared {directory}; nothing was started. With this environment, this command starts the training."
+            yield f"To continue if the run stops early, prepare it again with run.dir={directory}."
+        else:
+            yield "Nothing was started or written. `canzona train` writes the run directory before it runs the command."
+        if self.config_yaml is None:
+            yield "Add --config to print every setting, the matrices, and the environment of the command."
+
+
+def _verbatim(title: str, lines: list[str]) -> Iterator[Text]:
+    yield Text(title, style="bold")
+    for line in lines:
+        yield Text(line, no_wrap=True, overflow="ignore")

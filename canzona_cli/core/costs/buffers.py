@@ -1,0 +1,289 @@
+"""Counts the part of a rank's memory that does not depend on a plan: parameters, activations and logits.
+
+Activations follow Korthikanti et al. 2022 (arXiv 2205.05198, section 4), rewritten for SwiGLU, grouped-query
+attention, QK-norm and no dropout (see `layer_activations`). (t, c) are tp and cp.
+"""
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+
+from canzona_cli.core.costs.scratch import FP32, momentary_bytes
+from canzona_cli.core.model.families import family_of, replicated_parameters
+from canzona_cli.core.model.family import Family
+from canzona_cli.core.model.matrices import Shape, layer_on_rank
+from canzona_cli.core.optimizers.facts import Algorithm
+from canzona_cli.core.setup import Execution, Layout, Mesh, ModelConfig, Recompute, RunConfig
+from canzona_cli.core.setup.execution import splitting_of, tp_mode_of
+from canzona_cli.core.setup.stages import chunk_layers, stage_layers
+
+
+def default_bucket_elements(owners: int) -> int:
+    """Returns the number of elements at which Megatron closes a bucket by default (`DistributedDataParallel`,
+    0.19)."""
+    return max(40_000_000, 1_000_000 * owners)
+
+
+def bucket_elements(config: RunConfig, layout: Layout) -> int | None:
+    """Returns the number of elements at which Megatron closes a bucket of the first stage; None if gradient
+    reduction does not overlap with the backward pass, so that every buffer is one bucket."""
+    if not config.parallel.overlap_grad_reduce:
+        return None
+    return config.parallel.bucket_elements or default_bucket_elements(layout.owners)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageWeights:
+    """The number of parameter elements that one rank of a pipeline stage stores."""
+
+    matrices: int
+    """The elements of the layers' matrices, experts included."""
+    experts: int
+    """The elements of the rank's experts if ep > 1, because their gradients are then reduced over other ranks
+    (`Mesh.expert_owners`); 0 if ep = 1."""
+    others: int
+    """The elements of the other parameters, which AdamW updates: embedding, output layer, norms, routers."""
+    largest: int
+    """The elements of the largest single parameter."""
+
+    def reduced(self, layout: Mesh) -> float:
+        """Returns the mean number of matrix elements whose gradients are reduced to one rank."""
+        return (self.matrices - self.experts) / layout.owners + self.experts / layout.expert_owners
+
+    def share(self, layout: Mesh, *, matrices: bool) -> int:
+        """Returns the number of elements that AdamW updates on a rank, if ranks have equal shares.
+
+        Args:
+            matrices: True if AdamW updates the matrices too.
+        """
+        if not matrices:
+            return math.ceil(self.others / layout.owners)
+        without_experts = self.others + self.matrices - self.experts
+        return math.ceil(without_experts / layout.owners) + math.ceil(self.experts / layout.expert_owners)
+
+    def adamw(self, execution: Execution, layout: Mesh) -> int:
+        """Returns the number of elements that AdamW updates on a rank of a run with this execution."""
+        return self.others if execution.everywhere else self.share(layout, matrices=execution is Execution.ADAMW)
+
+
+def stage_weights(config: RunConfig, layout: Layout, stage: int) -> StageWeights:
+    """Counts the elements that a rank of `stage` stores. With pp > 1, a tied output layer is a second copy of
+    the embedding."""
+    model = config.model
+    first, last = stage == 0, stage == layout.pp - 1
+    cut, experts, largest, replicated = _layer_weights(model, layout.tp, layout.ep)
+    layers = stage_layers(model.num_layers, layout, stage)
+    vocabulary = model.vocab_size * model.hidden_size // layout.tp
+    copies = int(first) + int(last and not (first and model.tied_embeddings))
+    return StageWeights(
+        matrices=layers * (cut + experts),
+        experts=layers * experts,
+        others=layers * replicated + copies * vocabulary + (model.hidden_size if last else 0),
+        largest=max(vocabulary if copies else 0, largest),
+    )
+
+
+@lru_cache(maxsize=256)
+def _layer_weights(model: ModelConfig, tp: int, ep: int) -> tuple[int, int, int, int]:
+    """Counts the elements of one layer on a rank: of the matrices that tensor parallelism cuts, of the rank's
+    experts if ep exceeds 1, of the largest matrix, and of norms and routers."""
+    divided, whole = layer_on_rank(model, "fused", ep)
+    cut, experts = [matrix.elements // tp for matrix in divided], [matrix.elements for matrix in whole]
+    return sum(cut), sum(experts), max(*cut, *experts), replicated_parameters(model)
+
+
+def stored_shapes(config: RunConfig, layout: Layout) -> Counter[Shape]:
+    """Counts, by (rows, columns), the matrices of one layer that the ranks of a TP group store together. The
+    run's strategy determines how weights are split into matrices. If experts are divided among ranks, only
+    one rank's experts are included."""
+    cut, whole = layer_on_rank(config.model, splitting_of(config), layout.ep)
+    return Counter((matrix.rows, matrix.cols) for matrix in (*cut, *whole))
+
+
+def layer_activations(config: RunConfig, family: Family, layout: Layout, recompute: Recompute) -> int:
+    """Counts the bytes that one layer keeps for the backward pass of one micro-batch.
+
+    With sequences of s tokens, T = micro-batch * s / c, a query heads and g key-value heads of d elements,
+    and x = t with sequence parallelism, else 1:
+    - the family's activations (`Family.activations`): T / x tokens of the residual stream, T / t of
+      everything else, but T of the tokens' copies for experts if ep is 1;
+    - torch's core attention (without Transformer Engine) with c > 1 and no recomputation: k and v of the full
+      sequence, 2 T c g d / t, instead of the rotated k; and on GPUs a second copy of the attention's output,
+      T a d / t, because its two chunks are joined.
+
+    SwiGLU is not fused on CPUs. Recomputation `selective` recomputes core attention; `full` keeps only the
+    layer's input.
+    """
+    model, t, width = config.model, layout.tp, config.train.weight_bytes
+    tokens, stream = micro_batch_tokens(config, layout), stream_elements(config, layout)
+    if recompute == "full":
+        return width * stream
+    on_cpu = config.cluster.device == "cpu"
+    activations = family.activations(model, not on_cpu)
+    cut = activations.cut * tokens // t + activations.copied * tokens * layout.expert_tp // t
+    if layout.cp > 1 and not config.cluster.fused_layers and recompute == "none":
+        attentions = [work.attention for work in family.modules(model) if work.attention is not None]
+        for attention in attentions:
+            queries, keys = attention.queries * tokens // t, attention.keys * tokens // t
+            cut += 2 * layout.cp * keys - keys + (0 if on_cpu else queries)
+    return width * (activations.stream * stream + cut)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transient:
+    """The bytes that a rank needs temporarily, in addition to its state, during micro-batches and the
+    optimizer step."""
+
+    activations: int
+    logits: int
+    """The bytes that the loss and the output layer's backward pass need."""
+    working: int
+    """The bytes that one layer's backward pass needs in addition to activations, after logits are freed."""
+    update: int
+    """The bytes that the matrices' optimizer step needs, after activations and logits are freed."""
+    adamw: int = 0
+    """The bytes that AdamW's update needs if it runs before the matrices' update, otherwise 0."""
+
+    def parts(self, *, reduction: int = 0, gathering: int = 0) -> dict[str, int]:
+        """Returns the bytes by part. Memory that is never needed at the same time counts once: `workspace` is
+        only the excess over memory that was freed earlier.
+
+        Args:
+            reduction: the bytes of scratch for reductions during the backward pass.
+            gathering: the bytes of scratch for gatherings during the forward pass. These may be needed until
+                the last layers, together with all activations, but before there are logits.
+        """
+        freed = self.activations + self.logits
+        working = max(self.working + reduction, gathering) - self.logits
+        workspace = max(0, working, max(self.update, self.adamw) - freed)
+        return {"activations": self.activations, "logits": self.logits, "workspace": workspace}
+
+
+def warmup_forwards(layout: Layout, stage: int) -> int:
+    """Counts the warm-up forward passes of a stage's model chunks, as Megatron's `get_pp_rank_microbatches`
+    does. Before the first backward pass, one more forward pass follows, if any is left."""
+    warmup = layout.pp - stage - 1
+    if layout.vpp > 1:
+        warmup = 2 * warmup + (layout.vpp - 1) * layout.pp
+    return min(warmup, layout.vpp * layout.num_microbatches)
+
+
+def layers_in_flight(layers: int, layout: Layout, stage: int) -> int:
+    """Counts the layers whose activations a stage holds at the peak. A layer counts once for each
+    micro-batch.
+
+    Megatron runs `warmup_forwards` forward passes, then alternates forward and backward passes. After every
+    pp micro-batches it moves to the next chunk, and in backward passes to the previous chunk.
+
+    Args:
+        layers: the number of layers in the model.
+    """
+    if layout.vpp == 1:
+        in_flight = min(warmup_forwards(layout, stage) + 1, layout.num_microbatches)
+        return in_flight * stage_layers(layers, layout, stage)
+    return _layers_in_flight(layers, layout.pp, layout.vpp, layout.num_microbatches, stage)
+
+
+@lru_cache(maxsize=4096)
+def _layers_in_flight(layers: int, pp: int, vpp: int, count: int, stage: int) -> int:
+    """Computes `layers_in_flight` for a stage with several model chunks."""
+    layout = Layout.plain(pp=pp, vpp=vpp, num_microbatches=count)
+    layers_of = [len(chunk_layers(layers, layout, stage, chunk)) for chunk in range(layout.vpp)]
+    passes = layout.vpp * layout.num_microbatches
+    in_flight = min(warmup_forwards(layout, stage) + 1, passes)
+    if len(set(layers_of)) == 1:
+        return in_flight * layers_of[0]
+    chunk_of = [index // layout.pp % layout.vpp for index in range(in_flight + layout.pp * layout.vpp)]
+    peak = current = sum(layers_of[chunk] for chunk in chunk_of[:in_flight])
+    for index in range(min(passes - in_flight, layout.pp * layout.vpp)):  # the pattern repeats after that
+        forward, backward = chunk_of[in_flight + index], layout.vpp - 1 - chunk_of[index]
+        current += layers_of[forward] - layers_of[backward]
+        peak = max(peak, current)
+    return peak
+
+
+def transient(config: RunConfig, algorithm: Algorithm, layout: Layout, stage: int) -> Transient:
+    """Counts the bytes that a rank of `stage` needs in addition to its state while it computes."""
+    model, width, t = config.model, config.train.weight_bytes, layout.tp
+    family, hidden = family_of(model), model.hidden_size
+    weights = stage_weights(config, layout, stage)
+    tokens = micro_batch_tokens(config, layout)
+    layer = layer_activations(config, family, layout, layout.recompute)
+    activations = layers_in_flight(model.num_layers, layout, stage) * layer
+    logits = 0
+    if stage == layout.pp - 1:
+        activations += 2 * width * stream_elements(config, layout)
+        logits = _output_layer(config, tokens * model.vocab_size // t, tokens * hidden, model.vocab_size * hidden // t)
+    # The backward pass of one layer: gradients of its largest activations, the gathered stream, the gradient
+    # of the largest weight before it is added to the buffer, and the activations that recomputation restores.
+    largest = family.activations(model, True).largest * tokens // t
+    working = width * (largest + 2 * tokens * hidden + weights.largest)
+    working += layer_activations(config, family, layout, "none") - layer
+    update, adamw = _step_bytes(config, algorithm, layout, weights)
+    return Transient(activations=activations, logits=logits, working=working, update=update, adamw=adamw)
+
+
+def _output_layer(config: RunConfig, logits: int, stream: int, weights: int) -> int:
+    """Counts the bytes that the loss and the output layer need in addition to activations, at the peak. The
+    peak is either in the loss or in the backward pass of the output layer.
+
+    The loss of bf16 logits needs an fp32 softmax at the same time as the logits or, later, their gradient.
+    Megatron's fused loss, which runs on GPUs, first makes an fp32 gradient at the same time as both
+    (tests/dist/test_peak_memory.py). The loss of fp32 logits overwrites the logits with their softmax and
+    then with their gradient. The backward pass needs the gradients of the logits, the input and the weights.
+    On processors without bf16 instructions it also needs fp32 copies of both factors and of the result.
+
+    Args:
+        logits: the logits of a micro-batch on one rank.
+        stream: the elements of the output layer's input, gathered over TP ranks.
+        weights: the elements of the output layer on one rank.
+    """
+    width = config.train.weight_bytes
+    if width == FP32:
+        return FP32 * (logits + stream + weights)
+    loss = (width + FP32 * (2 if config.cluster.device == "cuda" else 1)) * logits
+    if config.cluster.bf16_in_fp32:
+        return loss + FP32 * (stream + weights) + width * stream
+    return max(loss, width * (logits + stream + weights))
+
+
+HOME_BYTES = 16
+"""The bytes of fp32 copies per element that a home receives, updates and sends back in Megatron's mode layer_sharded:
+the momentum, the update, and the two buffers of the way back. A home's share of elements is that of a fragment."""
+
+
+def _step_bytes(config: RunConfig, algorithm: Algorithm, layout: Layout, weights: StageWeights) -> tuple[int, int]:
+    """Counts the bytes of `Transient.update` and `Transient.adamw`.
+
+    Buffers that canzona's engine and optimizers keep from step to step are in `step_buffers`.
+    """
+    execution = config.execution
+    # The engine reads the matrices' gradients from the buffer in which they were reduced.
+    if execution.everywhere:
+        share = FP32 * (weights.others if execution.ours else weights.matrices + weights.others)
+    else:
+        share = FP32 * weights.share(layout, matrices=not execution.ours)
+    # Gradients that are reduced in bf16 are copied to fp32 for the masters and kept until the step is over.
+    copies = share if config.train.gradient_bytes < FP32 else 0
+    # Without Transformer Engine's fused AdamW, torch's foreach version makes one fp32 temporary per updated
+    # element.
+    adamw = copies if config.cluster.fused_layers else copies + share
+    if execution is Execution.ADAMW:
+        return adamw, 0
+    update = momentary_bytes(config, algorithm)
+    if tp_mode_of(config, layout.tp) == "layer_sharded":
+        dense = weights.matrices - weights.experts
+        update = max(update, HOME_BYTES * (dense // layout.owners if execution.has_owners else dense))
+    return copies + update, adamw if execution.ours else 0
+
+
+def stream_elements(config: RunConfig, layout: Layout) -> int:
+    """Counts the elements of one micro-batch's residual stream on one rank."""
+    elements = micro_batch_tokens(config, layout) * config.model.hidden_size
+    return elements // (layout.tp if layout.sequence_parallel else 1)
+
+
+def micro_batch_tokens(config: RunConfig, layout: Layout) -> int:
+    """Counts the tokens of a micro-batch on one rank."""
+    return layout.micro_batch_size * config.train.seq_length // layout.cp

@@ -1,0 +1,224 @@
+"""The time of a pipeline stage: its forward and backward passes, and its passes over gradients, which zero them,
+compute their norm and clip them.
+
+The forward and backward passes are timed module by module (`costs.modules`), because a bucket of gradients
+may become complete, or a bucket of weights may be needed, between any two modules.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, lru_cache, reduce
+from itertools import accumulate
+
+from canzona_cli.core.costs.buffers import stage_weights, stream_elements
+from canzona_cli.core.costs.links import Groups, Links, Transfer
+from canzona_cli.core.costs.modules import Module, ModuleTimes
+from canzona_cli.core.costs.update import adamw_seconds, memory_rate, step_factor
+from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.core.setup.stages import chunk_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTime:
+    """The time of one pipeline stage. Its chunks are model chunks."""
+
+    chunks: tuple[tuple[Module, ...], ...]
+    """The modules of each model chunk, in forward order."""
+    hop: Transfer
+    """The transfer of the residual stream to the next stage."""
+    pass_s: float
+    """The seconds that a chunk's pass takes in addition to its modules."""
+
+    @cached_property
+    def modules(self) -> tuple[Module, ...]:
+        """The modules of all chunks. A module's place is its index in this tuple."""
+        return tuple(module for chunk in self.chunks for module in chunk)
+
+    @cached_property
+    def places(self) -> tuple[range, ...]:
+        """The places of the modules of each chunk."""
+        ends = list(accumulate(map(len, self.chunks)))
+        return tuple(range(end - len(chunk), end) for chunk, end in zip(self.chunks, ends, strict=True))
+
+    @cached_property
+    def passes(self) -> tuple[tuple[float, float], ...]:
+        """The forward and backward seconds of each chunk for one micro-batch, collectives included."""
+        return tuple(
+            (computed + moves.seconds, computed_back + moves_back.seconds)
+            for (computed, computed_back), (moves, moves_back) in zip(self.computed, self.moves, strict=True)
+        )
+
+    @cached_property
+    def computed(self) -> tuple[tuple[float, float], ...]:
+        """The forward and backward seconds of each chunk for one micro-batch, excluding collectives."""
+
+        def of_chunk(chunk: tuple[Module, ...]) -> tuple[float, float]:
+            forward_s = sum(module.forward_s for module in chunk)
+            backward_s = sum(module.backward_s + module.again_s for module in chunk)
+            return self.pass_s + forward_s, self.pass_s + backward_s
+
+        return tuple(map(of_chunk, self.chunks))
+
+    @cached_property
+    def moves(self) -> tuple[tuple[Transfer, Transfer], ...]:
+        """The forward and backward collectives of each chunk for one micro-batch."""
+
+        @cache  # most chunks have the same collectives
+        def in_sequence(moves: tuple[tuple[Transfer, Transfer], ...]) -> tuple[Transfer, Transfer]:
+            forward, backward = zip(*moves, strict=True) if moves else ((), ())
+            return reduce(Transfer.followed_by, forward, Transfer()), reduce(Transfer.followed_by, backward, Transfer())
+
+        return tuple(in_sequence(tuple(module.moves for module in chunk)) for chunk in self.chunks)
+
+    @property
+    def forward_s(self) -> float:
+        """The forward seconds of one micro-batch through all chunks."""
+        return sum(forward for forward, _ in self.passes)
+
+    @property
+    def backward_s(self) -> float:
+        """The backward seconds of one micro-batch through all chunks."""
+        return sum(backward for _, backward in self.passes)
+
+
+@lru_cache(maxsize=64)
+def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
+    """Returns the times of the modules of `stage`, for one micro-batch on one rank.
+
+    With sequences of s tokens and c = cp, let T = micro-batch * s / c tokens, h the hidden size, a query
+    heads and g key-value heads of d elements, f the width of the MLP, t = tp, and x = t with sequence
+    parallelism, else 1. Per micro-batch and rank:
+    - qkv: matmul T x h x (a+2g)d/t; core attention, 2 T s ad/t FLOPs forward (causal); norm 2 T h/x elements
+      through memory, rotary embedding 2 T (a+g)d/t, and QK-norm, if any, as many again or, with Transformer
+      Engine, `QK_NORM_PASSES` times as many. With c > 1, keys and values are all-gathered before core
+      attention, 2 T c gd/t elements. Transformer Engine passes them around a ring instead; this costs the
+      part of a slice's transfer that takes longer than its attention, and `RING_PASSES` (c-1) T ad/t to add
+      the slices' outputs;
+    - proj: matmul T x ad/t x h, residual 3 T h/x;
+    - fc1 with a gate: matmul T x h x 2f/t, norm 2 T h/x, SwiGLU 3 T f/t; fc2: matmul T x f/t x h, residual
+      3 T h/x;
+    - the backward pass of these modules computes two matmuls for each matmul and 2.5 times core attention,
+      moves twice the elements, and adds every weight's gradient to its buffer once per micro-batch;
+    - experts: see `costs.modules`. If they are divided among ranks, tokens are sent before fc1 and after fc2,
+      instead of the collectives below;
+    - half an all-reduce of the residual stream before qkv, fc1 and the output layer and after proj, fc2 and
+      the embedding (with sequence parallelism an all-gather or a reduce-scatter), and the same in the
+      backward pass; in the loss, three all-reduces of one number per token.
+    """
+    times, model = ModuleTimes(config, layout), config.model
+    layer = times.layer()
+    layers_by_chunk = (chunk_layers(model.num_layers, layout, stage, chunk) for chunk in range(layout.vpp))
+    chunks = [[module._replace(layer=index) for index in layers for module in layer] for layers in layers_by_chunk]
+    if stage == 0:
+        chunks[0].insert(0, times.embedding())
+    if stage == layout.pp - 1:
+        chunks[-1].append(times.output(tied=stage == 0 and model.tied_embeddings))
+    return StageTime(chunks=tuple(map(tuple, chunks)), hop=hop(config, layout), pass_s=1e-6 * config.cluster.pass_us)
+
+
+def passes(config: RunConfig, layout: Layout) -> list[list[tuple[float, float]]]:
+    """Returns the forward and backward seconds of one micro-batch, by stage and model chunk: the
+    `StageTime.passes` of all stages, computed faster, without lists of modules."""
+    (layer_s, layer_back_s), embedding, output = _pieces(config, _one_stage(layout))
+    layers, pass_s = config.model.num_layers, 1e-6 * config.cluster.pass_us
+
+    def of_chunk(stage: int, chunk: int) -> tuple[float, float]:
+        count = len(chunk_layers(layers, layout, stage, chunk))
+        return pass_s + count * layer_s, pass_s + count * layer_back_s
+
+    by_stage = [[of_chunk(stage, chunk) for chunk in range(layout.vpp)] for stage in range(layout.pp)]
+    # The first chunk of the first stage has the embedding, the last chunk of the last stage the output layer.
+    for end, (forward_s, backward_s) in ((0, embedding), (-1, output)):
+        by_stage[end][end] = (by_stage[end][end][0] + forward_s, by_stage[end][end][1] + backward_s)
+    return by_stage
+
+
+def layer_and_ends(config: RunConfig, layout: Layout) -> tuple[float, float]:
+    """Returns the seconds of a micro-batch's forward and backward pass through a layer; and those through the
+    embedding and the output layer together."""
+    layer, embedding, output = _pieces(config, _one_stage(layout))
+    return sum(layer), sum(embedding) + sum(output)
+
+
+def _one_stage(layout: Layout) -> Layout:
+    """Returns the layout that has the same `_pieces` as all layouts with this product of pp and dp."""
+    return replace(layout, pp=1, vpp=1, dp=layout.dp * layout.pp, num_microbatches=1, global_batch_size=1)
+
+
+@lru_cache(maxsize=4096)
+def _pieces(config: RunConfig, layout: Layout) -> tuple[tuple[float, float], ...]:
+    """Returns the forward and backward seconds of a layer, of the embedding and of the output layer.
+
+    The seconds depend on pp and dp only through their product. The caller therefore sets pp to 1 and
+    multiplies dp by it, so that layouts that differ only in how they divide ranks between pp and dp share a
+    cached result. Nor do the seconds depend on whether the output layer is tied.
+    """
+    times = ModuleTimes(config, layout)
+    pieces = times.layer(), [times.embedding()], [times.output(tied=False)]
+    stages = (StageTime(chunks=(tuple(modules),), hop=Transfer(), pass_s=0.0) for modules in pieces)
+    return tuple((stage.forward_s, stage.backward_s) for stage in stages)
+
+
+def hop(config: RunConfig, layout: Layout) -> Transfer:
+    """Returns the transfer of one micro-batch's residual stream to the next pipeline stage."""
+    if layout.pp == 1:
+        return Transfer()
+    width = config.train.weight_bytes
+    crosses = Groups.of(layout, config.cluster).stage_crosses
+    return Links(cluster=config.cluster).point_to_point(stream_elements(config, layout) * width, crosses=crosses)
+
+
+def units_taken(config: RunConfig, layout: Layout) -> float:
+    """Returns the share of a GPU's compute units that data-parallel collectives occupy. Over several nodes it
+    is proportional to the number of network ports that the collectives use, because NCCL runs channels for
+    each port."""
+    cluster, group = config.cluster, Groups.of(layout, config.cluster).data
+    ports = 1.0 if group.machines == 1 else group.per_machine / cluster.gpus_per_node
+    return cluster.collective_units * ports
+
+
+def zeroing_seconds(config: RunConfig, layout: Layout, stage: int, padding: int = 0) -> float:
+    """Returns the seconds that it takes to zero a stage's gradient buffers, before the first forward pass.
+
+    Args:
+        padding: the elements of padding in the buffers.
+    """
+    weights = stage_weights(config, layout, stage)
+    elements = weights.matrices + weights.others + padding
+    return elements * config.train.gradient_bytes / memory_rate(config.cluster)
+
+
+NORM_BYTES, CLIP_BYTES = 4, 8
+"""The bytes of memory traffic per fp32 gradient element: the norm reads it; the clip reads and writes it."""
+
+
+class NormClip:
+    """The time of gradient norm and clip, if ranks do not share a device."""
+
+    def __init__(self, config: RunConfig, layout: Layout) -> None:
+        byte_s = step_factor(config, "norm_clip") / memory_rate(config.cluster)
+        self.norm_element_s = NORM_BYTES * byte_s
+        """The seconds that the norm takes for each gradient element that was reduced to a rank."""
+        world = Groups.of(layout, config.cluster).world
+        self.all_reduce_s = Links(cluster=config.cluster).all_reduce(8.0, world).seconds
+        """The seconds of the all-reduce of a few numbers over all ranks."""
+        self.clip_element_s = CLIP_BYTES * byte_s
+        """The seconds for each element that is clipped in a separate pass."""
+
+    def seconds(self, elements: float, clipped: float) -> float:
+        """Returns the seconds of norm and clip on one rank, without waiting for other ranks.
+
+        Args:
+            elements: the gradient elements that were reduced to the rank.
+            clipped: the elements that are clipped in a separate pass.
+        """
+        return elements * self.norm_element_s + self.all_reduce_s + clipped * self.clip_element_s
+
+
+def least_before_updates(config: RunConfig, layout: Layout) -> float:
+    """Estimates the least seconds of norm, clip and AdamW on a rank: the time of an average owner in stage
+    pp // 2, which has neither embedding nor output layer if pp > 2."""
+    weights = stage_weights(config, layout, layout.pp // 2)
+    adamw = weights.others / layout.owners
+    matrices = weights.reduced(layout)
+    update_s = step_factor(config, "adamw_update") * adamw_seconds(adamw, config.cluster)
+    return NormClip(config, layout).seconds(matrices + adamw, adamw) + update_s

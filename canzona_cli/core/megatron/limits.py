@@ -1,0 +1,102 @@
+"""The settings of Megatron that canzona's engine does not support, each with the reason and the fix."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from canzona_cli.core.errors import Problem
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A setting for which the engine supports only one value."""
+
+    name: str
+    """The field of Megatron's configuration; Megatron-LM's option has the same name with dashes."""
+    value: object
+    """The supported value."""
+    reason: str
+    fix: str = ""
+    """The fix; empty if the fix is to keep the supported value."""
+
+
+def problems(config: object, limits: Iterable[Limit]) -> Iterator[Problem]:
+    """Yields a problem for each setting in `config`, one of Megatron's configurations, that has an
+    unsupported value."""
+    for limit in limits:
+        actual = getattr(config, limit.name)
+        if actual != limit.value:
+            fix = limit.fix or f"leave {limit.name} at {limit.value}"
+            yield Problem(key=limit.name, value=actual, reason=limit.reason, fix=fix)
+
+
+_ON_DEVICE: Final = "the engine keeps fp32 masters and optimizer state on the device that updates a matrix"
+UNTRIED: Final = "the engine has not been run with it"
+"""The reason for a limit on a setting that may work but was never tried."""
+_OTHER_LAYERS: Final = "the engine supports only the matrices of dense decoders"
+_EVEN_STAGES: Final = "the plan gives every model chunk the same number of layers"
+
+OPTIMIZER: Final = (
+    Limit(
+        "optimizer",
+        "muon",
+        "canzona replaces Megatron's Muon",
+        "use muon; the setting optimizer=soap, or shampoo, then chooses another of canzona's optimizers",
+    ),
+    Limit("fp16", False, "the engine does not scale the loss", "train in bf16"),
+    Limit("loss_scale", None, "the engine does not scale the loss"),
+    Limit("use_precision_aware_optimizer", False, "AdamW's masters and moments are fp32"),
+    Limit("optimizer_cpu_offload", False, _ON_DEVICE),
+    Limit("overlap_param_gather_with_optimizer_step", False, "the engine chooses what overlaps"),
+    Limit(
+        "optimizer_cuda_graph",
+        False,
+        "the host reads the gradient norm in every step",
+        "turn it off; canzona's optimizer.graph captures the updates of matrices",
+    ),
+    Limit("log_num_zeros_in_grad", False, "no rank has the gradients of all matrices to count"),
+    Limit("reuse_grad_buf_for_mxfp8_param_ag", False, UNTRIED),
+    Limit("muon_scalar_optimizer", "adam", "Megatron's AdamW updates the parameters that are not matrices"),
+)
+"""The limits on `OptimizerConfig`."""
+
+BUCKETS: Final = (
+    Limit("use_distributed_optimizer", True, "parameters must be views of Megatron's buffers"),
+    Limit("num_distributed_optimizer_instances", 1, "a plan has one owner for each matrix"),
+    Limit("average_in_collective", False, "gradients are summed on their way to the owners"),
+    Limit("reduce_scatter_with_fp32_accumulation", False, "gradients are reduced to owners instead"),
+    Limit("param_name_patterns_for_fp32_local_accumulation", (), "buckets have one gradient dtype"),
+    Limit("reuse_grad_buf_for_mxfp8_param_ag", False, UNTRIED),
+    Limit("fp8_param_gather", False, "weights are gathered in bf16 or fp32"),
+    Limit("fp4_param_gather", False, "weights are gathered in bf16 or fp32"),
+    Limit("use_megatron_fsdp", False, "matrices would not have owners"),
+    Limit("nccl_ub", False, UNTRIED),
+    Limit("delay_wgrad_compute", False, UNTRIED),
+)
+"""The limits on `DistributedDataParallelConfig`."""
+
+MODEL: Final = (
+    Limit("num_moe_experts", None, f"{_OTHER_LAYERS}; `canzona train` trains experts"),
+    Limit("multi_latent_attention", False, _OTHER_LAYERS),
+    Limit("experimental_attention_variant", None, _OTHER_LAYERS),
+    Limit("attention_output_gate", False, _OTHER_LAYERS),
+    Limit("heterogeneous_block_specs", False, _OTHER_LAYERS),
+    Limit("is_hybrid_model", False, _OTHER_LAYERS),
+    Limit("mtp_num_layers", None, "Megatron clips the gradients of these layers by their own norm"),
+    Limit(
+        "gated_linear_unit",
+        True,
+        "the first matrices of the feed-forward layers are a gate and a projection",
+        "use a gated activation (--swiglu)",
+    ),
+    Limit("qk_clip", False, "it would change weights, but not the masters that the engine keeps"),
+    Limit("fp8", None, UNTRIED),
+    Limit("fp4", None, UNTRIED),
+    Limit("cuda_graph_impl", "none", UNTRIED),
+    Limit("num_layers_in_first_pipeline_stage", None, _EVEN_STAGES),
+    Limit("num_layers_in_last_pipeline_stage", None, _EVEN_STAGES),
+    Limit("pipeline_model_parallel_layout", None, _EVEN_STAGES),
+    Limit("account_for_embedding_in_pipeline_split", False, _EVEN_STAGES),
+    Limit("account_for_loss_in_pipeline_split", False, _EVEN_STAGES),
+)
+"""The limits on `TransformerConfig`."""

@@ -1,0 +1,329 @@
+"""Builds a model as Megatron-core `GPTModel`s, with initial weights that do not depend on the layout."""
+
+import hashlib
+import importlib.util
+import logging
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.autograd.function import FunctionCtx
+
+from canzona_cli.core.costs.machine import missing_for_compiling
+from canzona_cli.core.megatron import layers
+from canzona_cli.core.megatron.experts import RoutingMeter, leave_routers_to_adamw
+from canzona_cli.core.megatron.parallel import World, Wrapped
+from canzona_cli.core.megatron.timers import PhaseTimer
+from canzona_cli.core.model.families import family_of
+from canzona_cli.core.model.family import Weight
+from canzona_cli.core.model.geometry import weight_of
+from canzona_cli.core.setup import ModelConfig, Recompute, RunConfig
+from canzona_cli.core.setup.stages import count_parts_as_layers
+
+_LOG = logging.getLogger(__name__)
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"(mlp\.experts\.linear_fc[12]\.weight)(\d+)")
+
+
+def transformer_config(config: RunConfig, world: World, *, compiled: bool) -> TransformerConfig:
+    """Returns Megatron's configuration of the run's model and of its computation.
+
+    Args:
+        compiled: True to use the functions that Megatron fuses with torch.compile: SwiGLU and, in bf16
+            training, the cross-entropy, whose fused gradients are always bf16.
+    """
+    model, layout, train = config.model, world.layout, config.train
+    dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
+    on_gpu = world.device.type == "cuda"
+    counted = count_parts_as_layers(model.num_layers, layout.pp * layout.vpp)
+    assert counted is not None
+    recompute_settings: dict[Recompute, dict[str, object]] = {
+        "none": {},
+        "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    }
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.head_dim,
+        **layers.transformer_settings(config, layout),
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        bias_activation_fusion=compiled,
+        cross_entropy_loss_fusion=compiled and dtype is torch.bfloat16,
+        apply_rope_fusion=on_gpu and config.cluster.fused_layers,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        # Megatron's own layers, which always include the output layer, need APEX's kernel for this fusion.
+        gradient_accumulation_fusion=on_gpu and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        # initialize_weights() below gives every layout the same weights; those of Megatron's initialization
+        # would depend on tp and pp.
+        perform_initialization=False,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        account_for_embedding_in_pipeline_split=counted.embedding,
+        account_for_loss_in_pipeline_split=counted.loss,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.expert_tp,
+        sequence_parallel=layout.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=train.precision == "bf16",
+        deallocate_pipeline_outputs=True,
+        # With several model chunks, transfers for the next pass overlap with the current pass, which needs
+        # transfers that are waited for one by one rather than in batches.
+        overlap_p2p_comm=layout.vpp > 1,
+        batch_p2p_comm=on_gpu and layout.vpp == 1,
+        # Otherwise, after every transfer, the host would wait for everything on the device, including
+        # gradient reductions in flight. That works around "a bug in older version of PyTorch"
+        # (model_parallel_config.py), which the versions that canzona supports do not have.
+        batch_p2p_sync=False,
+        **recompute_settings[layout.recompute],
+    )
+
+
+def build_model(config: RunConfig, world: World) -> list[torch.nn.Module]:
+    """Builds this rank's part of the model on the rank's device, in the run's precision and with initial
+    weights. Returns the model chunks in forward order; there are several only with an interleaved pipeline.
+    Collective."""
+    mcore = transformer_config(config, world, compiled=world.device.type == "cuda" and can_compile(world))
+    spec = layers.layer_spec(config.model, transformer_engine=config.cluster.fused_layers)
+    return [_build_chunk(config, world, mcore, spec, chunk) for chunk in range(world.layout.vpp)]
+
+
+def _build_chunk(
+    config: RunConfig, world: World, mcore: TransformerConfig, spec: ModuleSpec, chunk: int
+) -> torch.nn.Module:
+    model: torch.nn.Module = GPTModel(
+        config=mcore,
+        transformer_layer_spec=spec if config.cluster.fused_layers else _block_with_rms_norm(spec, mcore, chunk),
+        vocab_size=config.model.vocab_size,
+        max_sequence_length=config.train.seq_length,
+        pre_process=world.is_first_stage and chunk == 0,
+        post_process=world.is_last_stage and chunk == world.layout.vpp - 1,
+        parallel_output=True,
+        share_embeddings_and_output_weights=config.model.tied_embeddings,
+        **layers.model_settings(config.model),
+        pg_collection=world.groups,
+        vp_stage=chunk if world.layout.vpp > 1 else None,
+    )
+    if config.cluster.fused_layers:
+        fuse_weight_gradients(model)
+    leave_routers_to_adamw(model)
+    if world.device.type == "cpu":
+        use_processor_norms(model)
+    model = model.to(world.device)
+    initialize_weights(model, config.model, world, seed=config.train.seed)
+    return Float16Module(mcore, model) if config.train.precision == "bf16" else model
+
+
+def _block_with_rms_norm(spec: ModuleSpec, mcore: TransformerConfig, chunk: int) -> TransformerBlockSubmodules:
+    """Returns the specification of a model chunk: its layers, and `layers.rms_norm` as the norm after the
+    last layer."""
+    count = get_num_layers_to_build(mcore, vp_stage=chunk if mcore.virtual_pipeline_model_parallel_size else None)
+    return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=layers.rms_norm)
+
+
+def fuse_weight_gradients(model: torch.nn.Module) -> None:
+    """Makes Transformer Engine's layers add the gradient of a weight to `main_grad` within the matmul that
+    computes this gradient.
+
+    Otherwise, in every micro-batch, the gradient would be written in bf16 and then added. Megatron's
+    `gradient_accumulation_fusion` would also enable this, but then Megatron's output layer, which is not from
+    Transformer Engine, raises an error without APEX. Logs a warning if no layer supports the fusion.
+    """
+    fusible = [module for module in model.modules() if hasattr(module, "fuse_wgrad_accumulation")]
+    for layer in fusible:
+        layer.fuse_wgrad_accumulation = True  # type: ignore[assignment]
+    if not fusible:
+        _LOG.warning(
+            "weight gradients are not fused: this Transformer Engine has no layer with fuse_wgrad_accumulation"
+        )
+
+
+def can_compile(world: World) -> bool:
+    """Returns True if torch.compile works on every rank. All ranks get the same answer, because the fused and
+    the unfused cross-entropy use different collectives. Rank 0 logs a warning if torch.compile does not work
+    on some rank. Collective."""
+    missing = missing_for_compiling()
+    works_everywhere = torch.tensor(float(missing is None), device=world.device)
+    torch.distributed.all_reduce(works_everywhere, torch.distributed.ReduceOp.MIN)
+    if world.rank == 0 and not works_everywhere:
+        _LOG.warning(
+            "SwiGLU and the loss run unfused: %s is missing",
+            missing or "a requirement on another node (`canzona doctor` there names it)",
+        )
+    return bool(works_everywhere)
+
+
+def initialize_weights(model: torch.nn.Module, config: ModelConfig, world: World, *, seed: int) -> None:
+    """Sets every parameter to its initial weights, which depend on the seed but not on the layout.
+
+    Each matrix (named by its layer in the whole model; gate and up are separate matrices) is drawn in full
+    from a generator seeded by (seed, name) and then cut, so tp, pp and dp do not change any weight. Weights
+    are drawn in fp32 on the parameter's device from normal(0, init_std); residual projections are scaled by
+    1/sqrt(2 * layers) as in GPT-2 (Radford et al. 2019). Norms start at 1.
+
+    Raises:
+        RuntimeError: the model has a parameter whose initialisation is not known.
+    """
+    routers = tuple(router.name for router in family_of(config).routers(config))
+    with torch.no_grad():
+        for name, param in global_names(model):
+            if param.dim() == 1:
+                param.fill_(1.0)
+                continue
+            whole = weight_of(name, config)
+            if whole is None and name.endswith(routers):
+                param.copy_(_draw(name, (param.size(0), param.size(1)), config.init_std, seed, param.device))
+                continue
+            if whole is None:
+                raise RuntimeError(f"parameter {name} has no known initialisation")
+            count, index = world.cut(name, config)
+            std = config.init_std / math.sqrt(2 * config.num_layers) if whole.cut == "cols" else config.init_std
+            fragments = [
+                _draw(key, (rows, whole.cols), std, seed, param.device).chunk(count, dim=whole.shard_dim)[index]
+                for key, rows in _matrices_to_draw(whole)
+            ]
+            param.copy_(torch.cat(fragments, dim=0))
+
+
+def unwrap(model: torch.nn.Module) -> torch.nn.Module:
+    """Returns a model chunk without its wrappers, such as `Float16Module` and `DistributedDataParallel`."""
+    while isinstance(inner := getattr(model, "module", None), torch.nn.Module):
+        model = inner
+    return model
+
+
+def global_names(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yields the parameters of a model chunk with their names in the whole model, in which layers and experts
+    are numbered over all ranks."""
+    first_layer = first_expert = 0
+    for module in model.modules():
+        block = getattr(module, "layers", None)
+        if isinstance(block, torch.nn.ModuleList) and len(block) > 0:
+            layer_number = block[0].layer_number  # counted from 1 over all stages
+            assert isinstance(layer_number, int)
+            first_layer = layer_number - 1
+        if isinstance(module, MoELayer):
+            # All layers of a rank have experts with the same indices.
+            first_expert = module.local_expert_indices[0]
+            break
+    for name, param in model.named_parameters():
+        match = _LAYER.fullmatch(name)
+        if match is None:
+            yield name, param
+            continue
+        part = match[2]
+        if expert := _EXPERT.fullmatch(part):
+            part = f"{expert[1]}{int(expert[2]) + first_expert}"
+        yield f"decoder.layers.{int(match[1]) + first_layer}.{part}", param
+
+
+def _matrices_to_draw(whole: Weight) -> list[tuple[str, int]]:
+    """Returns the name and the number of rows of each matrix to draw for a parameter: one for each part if
+    tensor parallelism cuts every part, otherwise one for the whole parameter."""
+    if whole.cut == "parts" and len(whole.parts) > 1:
+        return [(f"{whole.name}:{part.kind}", part.rows) for part in whole.parts]
+    return [(whole.name, whole.rows)]
+
+
+def _draw(name: str, shape: tuple[int, int], std: float, seed: int, device: torch.device) -> torch.Tensor:
+    """Draws a whole matrix in fp32 from a normal distribution, the same on every rank."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator(device=device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.randn(shape, generator=generator, device=device).mul_(std)
+
+
+class ProcessorNorm(torch.nn.Module):
+    """An RMSNorm for CPUs that uses the weight of a `torch.nn.RMSNorm`. Forward and backward each make only a
+    few passes over a tensor.
+
+    torch's own RMSNorm takes a dozen operations on CPUs and stores its input twice in fp32. In bf16, for
+    2,048 tokens of 256 features, it took 4.9 ms for forward and backward (one thread); this class takes 2.3
+    ms. It stores its input once, in the input's dtype."""
+
+    def __init__(self, norm: torch.nn.RMSNorm) -> None:
+        super().__init__()
+        assert norm.eps is not None
+        self.weight, self._eps = norm.weight, norm.eps
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Normalises the last dimension; the result has the input's dtype."""
+        normalised = _Normalised.apply(hidden, self.weight, self._eps)
+        assert isinstance(normalised, torch.Tensor)
+        return normalised
+
+
+def use_processor_norms(model: torch.nn.Module) -> None:
+    """Replaces every `torch.nn.RMSNorm` in the model by a `ProcessorNorm`."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child) is torch.nn.RMSNorm:
+                setattr(module, name, ProcessorNorm(child))
+
+
+class _Normalised(torch.autograd.Function):
+    """The autograd function of `ProcessorNorm`."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        hidden_fp32 = hidden.float()
+        length = torch.linalg.vector_norm(hidden_fp32, dim=-1, keepdim=True)
+        scale = length.square_().div_(hidden.size(-1)).add_(eps).rsqrt_()
+        ctx.save_for_backward(hidden, weight, scale)
+        return torch.mul(hidden_fp32, scale).mul_(weight).to(hidden.dtype)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        hidden, weight, scale = ctx.saved_tensors  # type: ignore[attr-defined]
+        features = hidden.size(-1)
+        normalised = torch.mul(hidden.float(), scale)
+        grad_fp32 = grad.float()
+        products = torch.mul(grad_fp32, normalised)
+        rows = products.view(-1, features)
+        along = torch.mv(rows, weight.float()).div_(features).view_as(scale)
+        grad_weight = rows.sum(0).to(weight.dtype)
+        # The input's gradient overwrites `products`. Its component along the normalised vector is removed,
+        # because changing the length of the input does not change the result.
+        grad_hidden = torch.mul(grad_fp32, weight.float(), out=products)
+        grad_hidden.addcmul_(normalised, along, value=-1).mul_(scale)
+        return grad_hidden.to(hidden.dtype), grad_weight, None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Everything that a forward pass needs."""
+
+    config: RunConfig
+    world: World
+    chunks: Sequence[torch.nn.Module]
+    """The chunks of this rank's part of the model, in forward order; one, or several with an interleaved
+    pipeline (`parallel.vpp`)."""
+    timer: PhaseTimer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainee(Model):
+    """Everything that a training step needs."""
+
+    chunks: Wrapped
+    optimizer: MegatronOptimizer
+    routing: RoutingMeter | None = None
+    """The meter that counts the tokens that each expert gets; None for dense models."""
+    schedule: OptimizerParamScheduler

@@ -1,0 +1,135 @@
+"""The layers of dense decoders: grouped-query attention and a feed-forward part, with a norm before each.
+
+Dense families differ only in QK-norm and in their names and settings at Hugging Face.
+"""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Final
+
+from canzona_cli.core.model.family import Activations, Attention, Band, Norm, Weight, Work
+from canzona_cli.core.setup import ModelConfig
+
+QK_NORMS: Final = ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
+LAYER_NAMES: Final[Mapping[str, str]] = {
+    "input_layernorm.weight": "input_layernorm",
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    **dict(zip(QK_NORMS, ("self_attn.q_norm", "self_attn.k_norm"), strict=True)),
+    "proj": "self_attn.o_proj",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+"""Hugging Face's names within a layer by unit, in the order of the model."""
+
+
+@lru_cache(maxsize=64)
+def weights(model: ModelConfig) -> tuple[Weight, ...]:
+    hidden, ffn, head, groups = model.hidden_size, model.ffn_hidden_size, model.head_dim, model.num_query_groups
+    queries = model.num_attention_heads // groups * head
+    attention = (Band("q", queries), Band("k", head), Band("v", head))
+    return (
+        Weight(
+            name="self_attention.linear_proj.weight",
+            kind="proj",
+            parts=(Band("proj", hidden),),
+            cols=groups * queries,
+            cut="cols",
+        ),
+        Weight(
+            name="self_attention.linear_qkv.weight",
+            kind="qkv",
+            parts=attention,
+            cols=hidden,
+            repeats=groups,
+            cut="repeats",
+        ),
+        Weight(
+            name="mlp.linear_fc1.weight",
+            kind="fc1",
+            parts=(Band("gate", ffn), Band("up", ffn)) if model.gated else (Band("up", ffn),),
+            cols=hidden,
+            cut="parts",
+        ),
+        Weight(name="mlp.linear_fc2.weight", kind="down", parts=(Band("down", hidden),), cols=ffn, cut="cols"),
+    )
+
+
+@lru_cache(maxsize=64)
+def norms(model: ModelConfig) -> tuple[Norm, ...]:
+    """Lists the norms of a layer; all heads share the weights of the norms of queries and keys."""
+    of_heads = QK_NORMS if model.qk_norm else ()
+    return (
+        Norm(
+            name="input_layernorm.weight",
+            fused="self_attention.linear_qkv.layer_norm_weight",
+            elements=model.hidden_size,
+            part="qkv",
+        ),
+        *(Norm(name=name, elements=model.head_dim, part="qkv") for name in of_heads),
+        Norm(
+            name="pre_mlp_layernorm.weight",
+            fused="mlp.linear_fc1.layer_norm_weight",
+            elements=model.hidden_size,
+            part="fc1",
+        ),
+    )
+
+
+@lru_cache(maxsize=64)
+def modules(model: ModelConfig) -> tuple[Work, ...]:
+    """Lists the modules of a layer with their memory traffic.
+
+    A norm reads or writes the residual stream twice, a residual addition three times. SwiGLU reads or writes
+    `ffn_hidden_size` elements per token three times, an activation without a gate twice.
+    """
+    proj, qkv, fc1, fc2 = weights(model)
+    return (
+        Work(part="qkv", weight=qkv, stream=2, attention=_attention(model)),
+        Work(part="proj", weight=proj, stream=3),
+        Work(part="fc1", weight=fc1, stream=2, elements=(3 if model.gated else 2) * model.ffn_hidden_size),
+        Work(part="fc2", weight=fc2, stream=3),
+    )
+
+
+def _attention(model: ModelConfig) -> Attention:
+    return Attention(
+        queries=model.num_attention_heads * model.head_dim,
+        keys=model.num_query_groups * model.head_dim,
+        normalised=model.qk_norm,
+    )
+
+
+@lru_cache(maxsize=64)
+def activations(model: ModelConfig, fused: bool) -> Activations:
+    """Counts the activations of a layer with hidden size h, a heads and g query groups of width d, and an MLP
+    of width f:
+    - residual stream: the inputs of two norms and of the two linear layers after them, 4 h;
+    - attention: fused qkv (a + 2g) d, which v keeps alive; queries copied from it, a d; rotated q and k,
+      (a + g) d; context, a d;
+    - SwiGLU: gate and up, 2 f; their product, f; if not fused, also silu(gate) and a copy of up;
+    - without a gate: up, f, and its activation, f.
+    """
+    core = _attention(model)
+    queries, keys, ffn = core.queries, core.keys, model.ffn_hidden_size
+    fused_qkv, rotated, context = queries + 2 * keys, queries + keys, queries
+    copies = 2 if not model.gated else 3 if fused else 5
+    cut = fused_qkv + queries + rotated + context + copies * ffn
+    return Activations(stream=4, cut=cut, largest=(3 if model.gated else 2) * ffn)
+
+
+def forward_flops(model: ModelConfig, seq_length: int) -> float:
+    """Counts the matmul FLOPs of one token's forward pass.
+
+    Each weight in the layers and in the output layer, tied or not, takes two; the embedding is a look-up. In
+    each layer, q k^T and the weighted sum over v add 2 * 2 * seq_length * heads * head_dim, halved because a
+    causal token attends to half of the sequence on average. Norms, rotary embedding and softmax are not
+    counted.
+    """
+    matrices = model.num_layers * sum(weight.elements for weight in weights(model))
+    output_layer = model.vocab_size * model.hidden_size
+    attention_core = 2 * seq_length * _attention(model).queries * model.num_layers
+    return 2.0 * (matrices + output_layer) + attention_core

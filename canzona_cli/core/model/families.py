@@ -1,0 +1,105 @@
+"""The known model families, and functions that count the parameters and FLOPs of their models."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from canzona_cli.core.errors import Problem
+from canzona_cli.core.model.family import Family, Kind
+from canzona_cli.core.model.llama import LLAMA
+from canzona_cli.core.model.qwen3 import QWEN3
+from canzona_cli.core.model.qwen3_moe import QWEN3_MOE
+from canzona_cli.core.setup import ModelConfig
+
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
+FINAL_NORM = "decoder.final_layernorm.weight"
+FAMILIES = (QWEN3, LLAMA, QWEN3_MOE)
+
+
+def family_of(model: ModelConfig) -> Family:
+    """Returns the family of a model, judging by its settings: a model with experts is a Qwen3-MoE, a dense
+    model without QK-norm is a Llama."""
+    if model.num_experts:
+        return QWEN3_MOE
+    return QWEN3 if model.qk_norm else LLAMA
+
+
+def family_problems(old: ModelConfig, new: ModelConfig, source: str) -> tuple[Problem, ...]:
+    """Returns a problem if `old`, whose weights are in `source`, belongs to a different family than `new`."""
+    theirs, ours = family_of(old).title, family_of(new).title
+    if theirs == ours:
+        return ()
+    reason = f"belongs to the {ours} family, but the weights in {source} to the {theirs} family"
+    fix = f"choose a recipe of the {theirs} family, or other weights"
+    return (Problem("model", reason, fix, value=new.name),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterCount:
+    """The parameter counts of a model, by use."""
+
+    embedding: int
+    output: int
+    """The output layer's weight; 0 if it is tied to the embedding."""
+    layer_matrices: int
+    """All 2-D weights except embedding, output layer and routers; a matrix optimizer updates these."""
+    norms: int
+    """The weights of all layers' norms and of the final norm."""
+    routers: int
+    idle: int
+    """The parameters of the experts to which a token is not sent."""
+
+    @property
+    def non_embedding(self) -> int:
+        """The parameters excluding embedding and output layer, as model cards count them."""
+        return self.layer_matrices + self.norms + self.routers
+
+    @property
+    def total(self) -> int:
+        """All parameters; a tied output layer is counted once, with the embedding."""
+        return self.non_embedding + self.embedding + self.output
+
+    @property
+    def active(self) -> int:
+        """The number of parameters that a token uses; in models without experts, all parameters."""
+        return self.total - self.idle
+
+
+def parameter_count(model: ModelConfig) -> ParameterCount:
+    """Counts the parameters of a model."""
+    family, layers = family_of(model), model.num_layers
+    vocabulary = model.vocab_size * model.hidden_size
+    idle = sum((work.experts - work.experts_per_token) * work.weight.elements for work in family.modules(model))
+    return ParameterCount(
+        embedding=vocabulary,
+        output=0 if model.tied_embeddings else vocabulary,
+        layer_matrices=layers * sum(weight.elements for weight in family.weights(model)),
+        norms=layers * sum(norm.elements for norm in family.norms(model)) + model.hidden_size,
+        routers=layers * sum(router.elements for router in family.routers(model)),
+        idle=layers * idle,
+    )
+
+
+def replicated_parameters(model: ModelConfig) -> int:
+    """Counts the elements of one layer's norms and routers."""
+    return sum(parameter.elements for parameter in family_of(model).replicated(model))
+
+
+@lru_cache(maxsize=64)
+def interleaved_kinds(model: ModelConfig) -> frozenset[Kind]:
+    """Returns the kinds of matrices whose rows are interleaved with the rows of other matrices in the
+    same parameter."""
+    weights = family_of(model).weights(model)
+    return frozenset(part.kind for weight in weights if weight.cut == "repeats" for part in weight.parts)
+
+
+def flops_per_token(model: ModelConfig, seq_length: int) -> float:
+    """Returns the model FLOPs of one token's forward and backward pass, the numerator of model FLOP
+    utilisation.
+
+    They are three times the forward pass's FLOPs, because the backward pass computes the gradients of inputs
+    and of weights. Recomputation of activations is not included. The convention is PaLM's (arXiv 2204.02311,
+    appendix B) with the causal half of attention and with the output layer, as in Megatron-LM's
+    `num_floating_point_operations`; only the experts to which a token is sent are included.
+    """
+    return 3.0 * family_of(model).forward_flops(model, seq_length)

@@ -1,0 +1,390 @@
+"""Lists the matrices that a matrix optimizer updates, and assigns all parameters to that optimizer or to
+AdamW. The matrices depend only on the model's shapes, the layout, and the splitting of weights.
+
+The 2-D weights of layers, except routers, are matrices or consist of several matrices; AdamW updates
+embedding, output layer, norms, biases and routers. Order, names, shapes and the position of each element do
+not depend on the tensor-parallel size (q, k, v, gate and up are as in published checkpoints, with outputs as
+rows).
+"""
+
+import re
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import ClassVar, Literal
+
+from canzona_cli.config.settings import problem_with
+from canzona_cli.core.errors import ConfigError, refuse
+from canzona_cli.core.fields import CountOrZero, Side
+from canzona_cli.core.model.families import EMBEDDING, FINAL_NORM, OUTPUT, family_of
+from canzona_cli.core.model.family import Kind
+from canzona_cli.core.setup import (
+    Execution,
+    KroneckerConfig,
+    Layout,
+    ModelConfig,
+    OptimizerName,
+    RunConfig,
+    Splitting,
+)
+from canzona_cli.core.setup.execution import splitting_of
+from canzona_cli.core.setup.layout_rules import uneven_problems
+from canzona_cli.core.setup.stages import chunk_layers, pipeline_problems
+
+Shape = tuple[int, int]
+"""The (rows, columns) of a matrix."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """A full 2-D weight that the optimizer updates as one matrix."""
+
+    index: CountOrZero
+    """The position in the plan's list of matrices."""
+    name: str
+    """The name, such as layers.3.gate. Layers are numbered through the whole model."""
+    kind: Kind
+    layer: CountOrZero
+    stage: CountOrZero
+    """The pipeline stage."""
+    chunk: CountOrZero = 0
+    """The model chunk within the stage (`Layout.vpp`); chunk 0 has the first layers."""
+    rows: Side
+    cols: Side
+    shard_dim: Literal[0, 1] | None
+    """The dimension that tensor parallelism divides; None if TP ranks do not have fragments."""
+    parameter: str
+    """The Megatron parameter that holds the matrix: decoder.layers.3.mlp.linear_fc1.weight."""
+    unit: CountOrZero
+    """The index of the matrix's unit. Matrices of a unit must have the same owner: q, k and v, for example,
+    are interleaved in one range of the buffer."""
+    home: CountOrZero | None = None
+    """The only TP rank that stores the matrix, for per-head matrices; None for other matrices."""
+    expert_rank: CountOrZero | None = None
+    """The expert-parallel rank whose cells (`Mesh.expert_rank`) store the whole matrix. Only experts'
+    matrices have one, and only if `Mesh.ep` exceeds 1; None for all other matrices."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.cols
+
+    @property
+    def elements(self) -> int:
+        return self.rows * self.cols
+
+    @property
+    def replicated(self) -> bool:
+        """True if every TP rank stores the whole matrix."""
+        return self.shard_dim is None and self.home is None and self.expert_rank is None
+
+    @property
+    def cut_long(self) -> bool:
+        """True if tensor parallelism divides the long side, so that fragments have the full short side.
+        Either side of a square is a long side."""
+        return self.shard_dim is not None and self.shape[self.shard_dim] >= self.shape[1 - self.shard_dim]
+
+    def holders(self, tp: int) -> range:
+        """Returns the TP ranks that store the matrix or a fragment of it: only its home if it has one,
+        otherwise all. For a matrix with an `expert_rank`, `tp` must be 1."""
+        return range(tp) if self.home is None else range(self.home, self.home + 1)
+
+    def held_elements(self, tp: int) -> int:
+        """Returns the number of elements on each of the matrix's `holders`."""
+        return self.elements if self.shard_dim is None or self.home is not None else self.elements // tp
+
+    def fragment_shape(self, tp: int) -> tuple[int, int]:
+        """Returns the (rows, columns) on each of the matrix's `holders`. The rows may be in another order
+        than in the matrix."""
+        if self.shard_dim is None:
+            return self.shape
+        return (self.rows // tp, self.cols) if self.shard_dim == 0 else (self.rows, self.cols // tp)
+
+    def fragment_elements(self, tp: int) -> int:
+        """Returns the number of elements on one TP rank. For a matrix with a home, this is the average over
+        TP ranks, which store equal numbers of heads. A matrix with an `expert_rank` is whole on one rank."""
+        return self.elements if self.shard_dim is None and self.home is None else self.elements // tp
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerMatrix:
+    """One matrix of a layer, before matrices are numbered through the model."""
+
+    name: str
+    """The matrix's name in its layer: gate, or q.3 for the fourth head's."""
+    kind: Kind
+    rows: int
+    cols: int
+    shard_dim: Literal[0, 1] | None
+    """The dimension that tensor parallelism divides; None if every TP rank stores the whole matrix."""
+    parameter: str
+    """The Megatron parameter that holds the matrix, without the prefix of the layer:
+    mlp.linear_fc1.weight."""
+    unit: int
+    """The index of the unit within the layer; matrices of a unit must have the same owner."""
+    slices: int = 0
+    """The number of heads of this kind in the parameter, which TP must divide evenly; 0 unless the matrix
+    belongs to one head."""
+    slice: int = 0
+    """The index of the matrix's head, below `slices`."""
+    expert: int | None = None
+    """The index of the expert in the layer; None for matrices outside experts."""
+
+    @property
+    def elements(self) -> int:
+        return self.rows * self.cols
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerBlock:
+    """Consecutive layers with the same matrices."""
+
+    layers: int
+    matrices: tuple[LayerMatrix, ...]
+
+
+def matrices(model: ModelConfig, layout: Layout, splitting: Splitting) -> tuple[Matrix, ...]:
+    """Lists all matrices of a model in registration order: layer by layer, proj, qkv, fc1, fc2 as Megatron
+    makes them.
+
+    Args:
+        splitting: the way in which parameters are divided into matrices. fused: each parameter is one matrix.
+            qkv: q, k and v are separate matrices, fc1 is one matrix, as in Megatron's Muon. split: q, k, v,
+            gate and up are separate matrices. q, k and v share a unit, because a TP rank's fragment of qkv is
+            interleaved by query group; gate and up are two units, because its fragment of fc1, `[gate_r;
+            up_r]`, is two ranges. per_head: like split, but every head of q, k and v is a matrix, stored on
+            one TP rank (`Matrix.home`).
+
+    Raises:
+        ConfigError: tensor parallelism does not divide a dimension evenly, or the layers cannot be cut into
+            the stages.
+    """
+    return _matrices(model, replace(layout.bare, dp=1, global_batch_size=1), splitting)
+
+
+@lru_cache(maxsize=16)
+def _matrices(model: ModelConfig, layout: Layout, splitting: Splitting) -> tuple[Matrix, ...]:
+    return number_matrices((LayerBlock(layers=model.num_layers, matrices=layer_matrices(model, splitting)),), layout)
+
+
+def number_matrices(blocks: Sequence[LayerBlock], layout: Layout) -> tuple[Matrix, ...]:
+    """Numbers the matrices of consecutive blocks, and assigns each to a pipeline stage, a model chunk, a unit
+    and, if only some ranks store it, a home or an expert-parallel rank.
+
+    Raises:
+        ConfigError: see `matrices`.
+    """
+    layers = sum(block.layers for block in blocks)
+    cut = dict.fromkeys(
+        _cut_by_tp(matrix for block in blocks for matrix in block.matrices if not _is_whole(matrix, layout))
+    )
+    problems = [*uneven_problems("parallel.tp", layout.tp, cut), *pipeline_problems(layers, layout.pp, layout.vpp)]
+    refuse(problems)
+    matrices: list[Matrix] = []
+    layer = unit = 0
+    stage_and_chunk = _stages_and_chunks(layers, layout)
+    for block in blocks:
+        units = 1 + max(matrix.unit for matrix in block.matrices)
+        experts = 1 + max((matrix.expert for matrix in block.matrices if matrix.expert is not None), default=0)
+        for _ in range(block.layers):
+            stage, chunk = stage_and_chunk[layer]
+            for matrix in block.matrices:
+                per_head = matrix.slices > 0 and layout.tp > 1
+                whole = _is_whole(matrix, layout)
+                matrices.append(
+                    Matrix(
+                        index=len(matrices),
+                        name=f"layers.{layer}.{matrix.name}",
+                        kind=matrix.kind,
+                        layer=layer,
+                        stage=stage,
+                        chunk=chunk,
+                        rows=matrix.rows,
+                        cols=matrix.cols,
+                        shard_dim=None if per_head or whole else matrix.shard_dim,
+                        parameter=f"decoder.layers.{layer}.{matrix.parameter}",
+                        unit=unit + matrix.unit,
+                        home=matrix.slice * layout.tp // matrix.slices if per_head else None,
+                        expert_rank=(matrix.expert or 0) * layout.ep // experts if whole else None,
+                    )
+                )
+            layer += 1
+            unit += units
+    return tuple(matrices)
+
+
+def _is_whole(matrix: LayerMatrix, layout: Layout) -> bool:
+    """Returns True if tensor parallelism does not cut the matrix, because it belongs to an expert and experts
+    are divided among ranks."""
+    return layout.ep > 1 and matrix.expert is not None
+
+
+def _stages_and_chunks(layers: int, layout: Layout) -> Mapping[int, tuple[int, int]]:
+    """Returns the stage and the model chunk of each layer."""
+    return {
+        layer: (stage, chunk)
+        for stage in range(layout.pp)
+        for chunk in range(layout.vpp)
+        for layer in chunk_layers(layers, layout, stage, chunk)
+    }
+
+
+@lru_cache(maxsize=64)
+def layer_shapes(model: ModelConfig, splitting: Splitting) -> tuple[Shape, ...]:
+    """Returns the (rows, columns) of each matrix of a layer, in registration order."""
+    return tuple((matrix.rows, matrix.cols) for matrix in layer_matrices(model, splitting))
+
+
+def matrix_shapes(config: RunConfig) -> tuple[Shape, ...]:
+    """Returns the (rows, columns) of each matrix of a layer, with weights split as in the run's strategy."""
+    return layer_shapes(config.model, splitting_of(config))
+
+
+def stage_matrices(matrices: Sequence[Matrix], stage: int) -> tuple[Matrix, ...]:
+    """Selects the matrices of one pipeline stage, in order."""
+    return tuple(matrix for matrix in matrices if matrix.stage == stage)
+
+
+_SPLIT: Mapping[Splitting, Container[Kind]] = {
+    "fused": (),
+    "qkv": ("qkv",),
+    "split": ("qkv", "fc1"),
+    "per_head": ("qkv", "fc1"),
+}
+"""The parameters whose parts are separate matrices, by splitting; every other parameter is one matrix."""
+
+
+@lru_cache(maxsize=64)
+def layer_matrices(model: ModelConfig, splitting: Splitting) -> tuple[LayerMatrix, ...]:
+    """Lists the matrices of one layer, in registration order."""
+    matrices: list[LayerMatrix] = []
+    unit = 0
+    for parameter in family_of(model).weights(model):
+        split = parameter.kind in _SPLIT[splitting]
+        parts = {part.kind: parameter.repeats * part.rows for part in parameter.parts}
+        for kind, rows in (parts if split else {parameter.kind: parameter.rows}).items():
+            heads = rows // model.head_dim if splitting == "per_head" and parameter.kind == "qkv" else 0
+            for head in range(heads or 1):
+                matrices.append(
+                    LayerMatrix(
+                        name=f"{kind}.{head}" if heads else f"{parameter.unit_prefix}{kind}",
+                        kind=kind,
+                        rows=rows // (heads or 1),
+                        cols=parameter.cols,
+                        shard_dim=parameter.shard_dim,
+                        parameter=parameter.name,
+                        unit=unit,
+                        slices=heads,
+                        slice=head,
+                        expert=parameter.expert,
+                    )
+                )
+            # Parts that repeat are interleaved in one range of the buffer, so they share a unit.
+            if parameter.cut != "repeats":
+                unit += 1
+        if parameter.cut == "repeats":
+            unit += 1
+    return tuple(matrices)
+
+
+@lru_cache(maxsize=64)
+def layer_on_rank(
+    model: ModelConfig, splitting: Splitting, ep: int
+) -> tuple[Sequence[LayerMatrix], Sequence[LayerMatrix]]:
+    """Lists the matrices of one layer that a rank stores: the matrices that tensor parallelism cuts, and the
+    whole matrices of the rank's experts under expert parallelism."""
+    layer = layer_matrices(model, splitting)
+    if ep == 1:
+        return layer, ()
+    cut = tuple(matrix for matrix in layer if matrix.expert is None)
+    experts = model.num_experts // ep
+    return cut, tuple(matrix for matrix in layer if matrix.expert is not None and matrix.expert < experts)
+
+
+def _cut_by_tp(matrices: Iterable[LayerMatrix]) -> Iterator[tuple[int, str]]:
+    """Yields the (number, name) of rows, columns or heads that tensor parallelism must divide evenly."""
+    for matrix in matrices:
+        if matrix.slices:
+            yield matrix.slices, f"heads of {matrix.kind}"
+        elif matrix.shard_dim == 0:
+            yield matrix.rows, f"rows of {matrix.kind}"
+        elif matrix.shard_dim == 1:
+            yield matrix.cols, f"columns of {matrix.kind}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routed:
+    """A group of parameters or matrices whose names differ only in numbers."""
+
+    pattern: str
+    """The name with `*` for numbers: layers.*.q, layers.*.experts.*.gate or, per head, layers.*.q.* for
+    matrices; Megatron's name for parameters."""
+    count: int
+    elements: int
+    """The total number of elements."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """The parameters of a model by the optimizer that updates them."""
+
+    VERSION: ClassVar[int] = 1
+    optimizer: OptimizerName
+    matrices: tuple[Routed, ...]
+    """The matrices that `optimizer` updates; empty if `optimizer` is AdamW."""
+    adamw: tuple[Routed, ...]
+    """The parameters that AdamW updates."""
+
+
+def routing(config: RunConfig) -> Routing:
+    """Assigns a run's parameters to its optimizer or to AdamW; `tests/dist/test_initial_weights.py` compares
+    the result with Megatron's model.
+
+    Raises:
+        ConfigError: the matrix optimizer would have no matrix to update.
+    """
+    model, layers = config.model, config.model.num_layers
+    adamw_only = config.execution is Execution.ADAMW
+    vocabulary = model.vocab_size * model.hidden_size
+    family = family_of(model)
+    weights = [(weight.name, weight.elements) for weight in family.weights(model)] if adamw_only else []
+    replicated = [(parameter.name, parameter.elements) for parameter in family.replicated(model)]
+    adamw = (
+        Routed(pattern=EMBEDDING, count=1, elements=vocabulary),
+        *_group_by_pattern("decoder.layers.*.", layers, [*weights, *replicated]),
+        Routed(pattern=FINAL_NORM, count=1, elements=model.hidden_size),
+        *(() if model.tied_embeddings else (Routed(pattern=OUTPUT, count=1, elements=vocabulary),)),
+    )
+    return Routing(optimizer=config.optimizer.name, matrices=() if adamw_only else _group_matrices(config), adamw=adamw)
+
+
+def _group_matrices(config: RunConfig) -> tuple[Routed, ...]:
+    """Groups the matrices that the run's matrix optimizer updates.
+
+    Raises:
+        ConfigError: the optimizer would have no matrix to update.
+    """
+    model, splitting, chosen = config.model, splitting_of(config), config.optimizer
+    if isinstance(chosen, KroneckerConfig):
+        longest, shortest = chosen.max_preconditioner_dim, min(map(min, layer_shapes(model, splitting)))
+        if shortest > longest:
+            reason = f"every matrix has longer sides, so {chosen.name} would update no matrix"
+            fix = f"use at least optimizer.max_preconditioner_dim={shortest}, or optimizer=adamw"
+            raise ConfigError(problem_with(config, "optimizer.max_preconditioner_dim", reason, fix))
+    of_layer = [(matrix.name, matrix.elements) for matrix in layer_matrices(model, splitting)]
+    return _group_by_pattern("layers.*.", model.num_layers, of_layer)
+
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\.weight)\d+$")
+"""The index of a head or of an expert in a name."""
+
+
+def _group_by_pattern(prefix: str, layers: int, named: Iterable[tuple[str, int]]) -> tuple[Routed, ...]:
+    """Groups the parameters or matrices of `layers` equal layers by pattern; `named` are the names in one
+    layer, without `prefix`, with their elements."""
+    counts, elements = Counter[str](), Counter[str]()
+    for name, elements_each in named:
+        pattern = prefix + _NUMBER.sub("*", name)
+        counts[pattern] += layers
+        elements[pattern] += layers * elements_each
+    return tuple(Routed(pattern=pattern, count=counts[pattern], elements=elements[pattern]) for pattern in counts)

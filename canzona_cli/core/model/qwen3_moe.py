@@ -1,0 +1,140 @@
+"""The Qwen3 family with experts: every layer has many feed-forward networks, and a router sends each token to
+a few of them.
+
+Attention, norms and embeddings are the same as in the dense family. Expert e of a layer has the unit names
+`experts.e.gate`, `experts.e.up` and `experts.e.down`.
+
+Source: Qwen3 Technical Report, arXiv 2505.09388, the published `config.json` files, and
+`Qwen3MoeForCausalLM` of transformers 4.51 and later.
+"""
+
+from dataclasses import replace
+from functools import lru_cache
+
+from canzona_cli.core.model.dense import LAYER_NAMES
+from canzona_cli.core.model.family import Activations, Family, Foreign, Norm, Router, Weight, Work, head_width
+from canzona_cli.core.model.qwen3 import DEFAULTS, QWEN3
+from canzona_cli.core.setup import ModelConfig
+
+
+@lru_cache(maxsize=64)
+def _weights(model: ModelConfig) -> tuple[Weight, ...]:
+    """Lists a layer's weights in the order of Transformer Engine's grouped linear layers: first all experts'
+    fc1, then all experts' fc2."""
+    proj, qkv, fc1, fc2 = QWEN3.weights(model)
+    experts = range(model.num_experts)
+    return (
+        proj,
+        qkv,
+        *(replace(fc1, name=f"mlp.experts.linear_fc1.weight{e}", expert=e) for e in experts),
+        *(replace(fc2, name=f"mlp.experts.linear_fc2.weight{e}", expert=e) for e in experts),
+    )
+
+
+@lru_cache(maxsize=64)
+def _norms(model: ModelConfig) -> tuple[Norm, ...]:
+    """Lists the norms of a layer. Transformer Engine does not fuse the norm before the experts."""
+    *of_attention, before_experts = QWEN3.norms(model)
+    return *of_attention, replace(before_experts, fused=None)
+
+
+def _routers(model: ModelConfig) -> tuple[Router, ...]:
+    return (Router(name="mlp.router.weight", rows=model.num_experts, cols=model.hidden_size, part="fc1"),)
+
+
+@lru_cache(maxsize=64)
+def _modules(model: ModelConfig) -> tuple[Work, ...]:
+    """Lists the modules of a layer with their memory traffic.
+
+    SwiGLU reads or writes an expert's `ffn_hidden_size` elements per token three times. A copy of a token for
+    each of its experts is read and written; adding up the experts' results takes the same traffic. The
+    router's matmul is not included, because in the published models it has less than 1% of the FLOPs of the
+    experts' matmuls.
+    """
+    qkv, proj, fc1, fc2 = QWEN3.modules(model)
+    expert_fc1, *_, expert_fc2 = _weights(model)[2:]
+    experts, chosen = model.num_experts, model.experts_per_token
+    copied = 2 * chosen * model.hidden_size
+    swiglu = chosen * fc1.elements
+    return (
+        qkv,
+        proj,
+        replace(fc1, weight=expert_fc1, elements=swiglu, experts=experts, experts_per_token=chosen, copied=copied),
+        replace(fc2, weight=expert_fc2, experts=experts, experts_per_token=chosen, copied=copied),
+    )
+
+
+@lru_cache(maxsize=64)
+def _activations(model: ModelConfig, fused: bool) -> Activations:
+    """Counts the activations of a layer as in the dense family, but those of the feed-forward network once
+    for each of a token's experts, and adds the token's copies and results, 2 h for each expert."""
+    dense, chosen = QWEN3.activations(model, fused), model.experts_per_token
+    network = (3 if fused else 5) * model.ffn_hidden_size
+    return replace(
+        dense,
+        cut=dense.cut + (chosen - 1) * network,
+        largest=chosen * dense.largest,
+        copied=chosen * 2 * model.hidden_size,
+    )
+
+
+def _forward_flops(model: ModelConfig, seq_length: int) -> float:
+    """Counts the matmul FLOPs of one token's forward pass as in the dense family, with the experts to which
+    the token is sent. The router's matmul is not included, as in Megatron-LM."""
+    *_, fc1, fc2 = QWEN3.weights(model)
+    network = fc1.elements + fc2.elements
+    experts = 2.0 * model.num_layers * (model.experts_per_token - 1) * network
+    return QWEN3.forward_flops(model, seq_length) + experts
+
+
+QWEN3_MOE = Family(
+    name="qwen3-moe",
+    title="Qwen3 with experts",
+    weights=_weights,
+    norms=_norms,
+    routers=_routers,
+    modules=_modules,
+    activations=_activations,
+    forward_flops=_forward_flops,
+    foreign=Foreign(
+        architecture="Qwen3MoeForCausalLM",
+        model_type="qwen3_moe",
+        config="Qwen3MoeConfig",
+        # Version 5 of transformers calls the number of experts num_local_experts.
+        defaults=lambda tree: {
+            **DEFAULTS,
+            **head_width(tree),  # unlike in the dense family
+            "num_experts": tree.get("num_local_experts"),
+        },
+        written={
+            **QWEN3.foreign.written,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+        widths={
+            "ffn_hidden_size": "moe_intermediate_size",
+            "num_experts": "num_experts",
+            "experts_per_token": "num_experts_per_tok",
+        },
+        must_be={
+            **{key: values for key, values in QWEN3.foreign.must_be.items() if not key.endswith("_experts")},
+            "model_type": ("qwen3_moe",),
+            "norm_topk_prob": (True,),
+            "decoder_sparse_step": (1, None),
+            "mlp_only_layers": ([], None),
+        },
+        fixed=QWEN3.foreign.fixed,
+        layer={
+            **{unit: name for unit, name in LAYER_NAMES.items() if not name.startswith("mlp.")},
+            "mlp.router.weight": "mlp.gate",
+            "experts.*.gate": "mlp.experts.*.gate_proj",
+            "experts.*.up": "mlp.experts.*.up_proj",
+            "experts.*.down": "mlp.experts.*.down_proj",
+        },
+    ),
+    published={
+        "qwen3-30b-a3b": ("30.5 B", "29.9 B"),
+        "qwen3-235b-a22b": ("235 B", "234 B"),
+    },
+)

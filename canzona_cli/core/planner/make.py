@@ -1,0 +1,328 @@
+"""Makes the `Plan` of a run. If a plan needs too much memory, further attempts need less and less.
+
+An attempt balances matrices over the grid and shares some if sharing is faster. Of several equally fast
+assignments, it keeps the one with the least communication. Buckets and micro-groups follow from the
+assignment. Planning uses neither torch nor random numbers, and does not depend on elapsed time.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from types import MappingProxyType
+
+from canzona_cli.config.settings import settings_affecting
+from canzona_cli.core.costs.buffers import bucket_elements
+from canzona_cli.core.costs.memory import GIB, capacity, element_bytes, headroom, spare_bytes
+from canzona_cli.core.costs.sharing import shared_costs
+from canzona_cli.core.costs.update import algorithm_of, update_costs
+from canzona_cli.core.errors import ConfigError, DoesNotFit, Problem
+from canzona_cli.core.fields import PLAN
+from canzona_cli.core.model.matrices import Matrix
+from canzona_cli.core.model.matrices import matrices as matrices_of
+from canzona_cli.core.model.shapes import ModelShapes
+from canzona_cli.core.planner.attempt import Attempt, Prices
+from canzona_cli.core.planner.bounds import stage_bound
+from canzona_cli.core.planner.exposure import Exposure
+from canzona_cli.core.planner.memory import plan_memory
+from canzona_cli.core.planner.paper import as_published
+from canzona_cli.core.planner.pipeline import HostedPipeline, planning_config
+from canzona_cli.core.planner.plan import Plan, PlanSettings, Scalar, Subject
+from canzona_cli.core.planner.reduction import uniform_buckets
+from canzona_cli.core.setup import Execution, Layout, RunConfig, ScheduleConfig
+from canzona_cli.core.setup.execution import PLANNED
+
+_CAPACITIES = (8, 4, 2, 1)
+"""The values of C_max that are tried, as multiples of the largest matrix."""
+
+
+def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Subject:
+    """Collects everything that a run's plan depends on.
+
+    Args:
+        shapes: the user's own shapes if these are planned instead of `config.model`.
+    """
+    model: dict[str, Scalar] = {name: getattr(config.model, name) for name in settings_affecting(PLAN, "model")}
+    profile = {name: getattr(config.cluster, name) for name in settings_affecting(PLAN, "cluster")}
+    return Subject(
+        model=MappingProxyType(model if shapes is None else {"shapes": shapes.digest}),
+        layout=layout.mesh,
+        settings=settings(config),
+        optimizer=algorithm_of(config),
+        buffers=MappingProxyType(
+            {
+                "bucket_elements": bucket_elements(config, layout),
+                "precision": config.train.precision,
+                "grad_reduce_dtype": config.train.grad_reduce_dtype,
+                "seq_length": config.train.seq_length,
+                "micro_batch_size": config.train.micro_batch_size,
+                "recompute": config.train.recompute,
+            }
+        ),
+        profile=MappingProxyType(
+            {
+                name: value if value is None or isinstance(value, str | int | float) else json.dumps(value)
+                for name, value in profile.items()
+            }
+        ),
+    )
+
+
+def settings(config: RunConfig) -> PlanSettings:
+    """Collects a run's planner settings. Strategies without a plan, sc and layerwise, are planned as
+    canzona."""
+    engine = config.engine
+    requested = PlanSettings(
+        strategy=engine.strategy if engine.strategy in PLANNED else "canzona",
+        splitting=engine.splitting,
+        alpha=engine.alpha if engine.strategy == "paper" else 1.0,
+        c_max_bytes=None if engine.c_max_mib is None else int(engine.c_max_mib * (1 << 20)),
+        reduction=engine.reduction,
+        exchange_dtype=engine.exchange_dtype,
+        mode=engine.mode,
+    )
+    return as_published(requested) if requested.strategy == "paper" else requested
+
+
+def planned_matrices(config: RunConfig, layout: Layout, shapes: ModelShapes | None) -> tuple[Matrix, ...]:
+    """Lists the matrices that a plan of the run assigns, in the plan's order."""
+    if shapes is not None:
+        return shapes.matrices(layout)
+    return matrices_of(config.model, layout, config.engine.splitting)
+
+
+def attempt(
+    config: RunConfig, layout: Layout, shapes: ModelShapes | None, memory_cap: int | None, c_max: int | None = None
+) -> Plan:
+    """Makes the plan that the cost model predicts to be fastest within `memory_cap`.
+
+    For strategy paper with tp > 1, several values of C_max are tried if none is given.
+
+    Args:
+        memory_cap: the elements of matrices that a rank may keep; None for no limit.
+        c_max: a smaller C_max, in elements, to save memory; None for the C_max of the run's settings.
+    """
+    return _fastest(config, layout, _attempts_with(config, layout, shapes, memory_cap, c_max))
+
+
+def _fastest(config: RunConfig, layout: Layout, attempts: Sequence[Attempt]) -> Plan:
+    """Returns the plan of the attempt whose balanced assignment adds the fewest seconds to an iteration."""
+    exposure = _exposure(config, layout)
+    best = attempts[0] if len(attempts) == 1 else min(attempts, key=lambda attempt: attempt.seconds(exposure))
+    return best.plan(exposure)
+
+
+def outlined_seconds(config: RunConfig, layout: Layout) -> float | None:
+    """Estimates the seconds that updates, reductions and gatherings add to an iteration under the fastest plan,
+    without making one; returns None if the planner may not choose the size of buckets."""
+    run, one_pass = _reusable(config, layout)
+    attempts = _unbounded_attempts(run, one_pass.bare, None)
+    return min(attempts[0].outlined_seconds(_exposure(run, one_pass)).values(), default=None)
+
+
+@lru_cache(maxsize=16)
+def _exposure(config: RunConfig, layout: Layout) -> Exposure:
+    """Returns the estimator of a run's waits. Attempts with the same settings share it."""
+    return Exposure(config, layout)
+
+
+def _attempts_with(
+    config: RunConfig, layout: Layout, shapes: ModelShapes | None, memory_cap: int | None, c_max: int | None
+) -> list[Attempt]:
+    """Prepares attempts with the same arguments as `attempt`, one for each C_max to try."""
+    prices = _prices(config, layout, shapes)
+    sizes = [c_max]
+    if config.engine.strategy == "paper" and config.engine.c_max_mib is None and c_max is None and layout.tp > 1:
+        sizes += _capacities(prices.matrices, None)
+    plan_subject = subject(config, layout, shapes)
+    resizes = config.parallel.bucket_elements is None
+    return [Attempt(plan_subject, prices, resizes=resizes, memory_cap=memory_cap, c_max=size) for size in sizes]
+
+
+def _capacities(members: Sequence[Matrix], user_limit: int | None) -> list[int]:
+    """Returns the values of C_max to try, in elements and descending: those of `_CAPACITIES` that are below
+    `user_limit`, the user's C_max."""
+    largest = max(matrix.elements for matrix in members if matrix.expert_rank is None)
+    return [times * largest for times in _CAPACITIES if user_limit is None or times * largest < user_limit]
+
+
+@lru_cache(maxsize=16)
+def _prices(config: RunConfig, layout: Layout, shapes: ModelShapes | None) -> Prices:
+    members = planned_matrices(config, layout, shapes)
+    costs = update_costs(config, members)
+    possible = shared_costs(config, algorithm_of(config), layout, members)
+    # Only a stage's own matrices are looked through for its bound: with many stages, all would take longest.
+    priced: list[tuple[list[Matrix], list[float]]] = [([], []) for _ in range(layout.pp)]
+    for matrix, cost in zip(members, costs, strict=True):
+        of_stage, costs_of_stage = priced[matrix.stage]
+        of_stage.append(matrix)
+        costs_of_stage.append(cost)
+    bounds = tuple(stage_bound(*of_stage, stage, layout, possible) for stage, of_stage in enumerate(priced))
+    pipeline = HostedPipeline.of(planning_config(config), layout)
+    return Prices(matrices=members, costs=costs, bounds=bounds, possible=possible, pipeline=pipeline)
+
+
+def plannable(config: RunConfig, explicit: frozenset[str] = frozenset()) -> tuple[RunConfig, tuple[str, ...]]:
+    """Returns the run to plan, and notes for the user.
+
+    A run with a strategy that has no plan, sc or layerwise, is planned as canzona for comparison.
+
+    Args:
+        explicit: the keys that the user set.
+
+    Raises:
+        ConfigError: the optimizer is AdamW, which updates element by element, so there is nothing to plan.
+    """
+    execution, strategy = config.execution, config.engine.strategy
+    if execution is Execution.ADAMW:
+        raise ConfigError(
+            Problem(
+                key="optimizer",
+                value="adamw",
+                reason="updates element by element (Megatron's DistributedOptimizer), so there are no matrices to plan",
+                fix="use optimizer=muon, shampoo or soap; each plan is compared with AdamW",
+            )
+        )
+    notes: tuple[str, ...] = ()
+    if "engine.muon_tp_mode" in explicit:
+        notes = ("engine.muon_tp_mode is ignored: a plan is compared with all modes of Megatron's Muon",)
+    if execution is Execution.PLANNED:
+        return config, notes
+    if explicit & {"engine", "engine.strategy"}:
+        notes = (
+            *notes,
+            f"engine.strategy={strategy} has no plan; this is canzona's, for comparison with {strategy}",
+        )
+    return replace(config, engine=replace(config.engine, strategy="canzona")), notes
+
+
+def plan_of_run(config: RunConfig, layout: Layout) -> Plan | None:
+    """Makes the plan that a resolved run executes; returns None if the run's strategy has no plan.
+
+    Raises:
+        ConfigError, DoesNotFit: see `make_plan`.
+    """
+    return make_plan(config, layout) if config.execution is Execution.PLANNED else None
+
+
+def make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Plan:
+    """Makes the plan of a resolved run (see `cluster.fit.resolve`), the same on every rank and node.
+
+    The last 8 plans are cached, because the search for a layout has already made the plan of the chosen
+    layout.
+
+    Args:
+        shapes: the user's own shapes, which are planned instead of `config.model`; `config.model` is then
+            `ModelShapes.stand_in`.
+
+    Raises:
+        ConfigError: `engine.c_max_mib` is smaller than the largest matrix, the layout cannot divide the
+            matrices (see `model.matrices.matrices`), or the optimizer is AdamW.
+        DoesNotFit: no plan was found that keeps every rank within its memory.
+    """
+    return _make_plan(config, layout, shapes)
+
+
+@lru_cache(maxsize=8)
+def _make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None) -> Plan:
+    config, _ = plannable(config)
+    for limit in sorted({capacity(config) - headroom(config), capacity(config)}):
+        for plan in _attempts(config, layout, shapes, limit):
+            memory = plan_memory(config, layout, plan)
+            if memory.total <= limit:
+                return plan
+    raise DoesNotFit(
+        Problem(
+            key="gpus",
+            value=config.gpus,
+            reason=(
+                f"{memory.worst.describe(plan.subject.layout)} needs {memory.total / GIB:.2f} GiB under the plan, but "
+                f"{config.cluster.name} has only {memory.capacity / GIB:.2f} GiB to use"
+            ),
+            fix="use more GPUs, train.recompute=full, or more tensor or pipeline ranks",
+        )
+    )
+
+
+def _attempts(config: RunConfig, layout: Layout, shapes: ModelShapes | None, limit: int) -> Iterator[Plan]:
+    """Yields plans from the fastest to the one that needs the least memory. In mode auto, plans without shared matrices
+    follow, because only the buffers of shared matrices may be too large.
+
+    Args:
+        limit: the bytes of one GPU that the run may use.
+    """
+    unbounded = plan_unbounded(config, layout, shapes)
+    algorithm = unbounded.subject.optimizer
+    user_limit = unbounded.subject.settings.capacity(config.exchange_bytes)
+    spare = spare_bytes(config, algorithm, layout, limit)
+    counts = Counter(matrix.shape for matrix in unbounded.matrices)
+    for worst_case in (False, True):
+        # The elements of matrices that one rank may keep.
+        memory_cap = max(1, int(spare / element_bytes(config, algorithm, counts, worst_case=worst_case)))
+        fits = _most_held(unbounded) <= memory_cap
+        plan = unbounded if fits else attempt(config, layout, shapes, memory_cap)
+        yield from _with_and_without_rings(plan)
+        for c_max in _capacities(unbounded.matrices, user_limit):
+            if c_max < _most_received(plan):  # otherwise the plan would be the same
+                plan = attempt(config, layout, shapes, memory_cap, c_max)
+                yield from _with_and_without_rings(plan)
+    prices = _prices(config, layout, shapes)
+    if config.engine.mode == "auto" and prices.possible:
+        hosted = replace(config, engine=replace(config.engine, mode="hosted"))
+        for plan in _attempts(hosted, layout, shapes, limit):
+            yield replace(plan, subject=subject(config, layout, shapes), lower_bounds=prices.bounds)
+
+
+def plan_unbounded(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Plan:
+    """Makes the fastest plan, without a memory limit.
+
+    The last 32 plans are cached. Layouts with the same `Layout.bare` have the same candidates. Their plans
+    may still differ, because the choice depends on the times of the forward and backward pass.
+    """
+    plan = _unbounded(*_reusable(config, layout), shapes)
+    return replace(plan, subject=subject(config, layout, shapes))
+
+
+def _reusable(config: RunConfig, layout: Layout) -> tuple[RunConfig, Layout]:
+    """Returns the run without its layout settings and what `cluster.possible.fill` completes, and the layout with one
+    micro-batch, as arguments of cached functions: the results do not depend on the rest."""
+    open_parallel = replace(config.parallel, tp=None, pp=None, vpp=None, cp=None, ep=None, sequence_parallel=None)
+    open_train = replace(config.train, micro_batch_size=None, global_batch_size=None, recompute=None)
+    one_pass = replace(layout, num_microbatches=1, global_batch_size=layout.dp * layout.micro_batch_size)
+    any_nodes = config.cluster if config.cluster.nodes is None else replace(config.cluster, nodes=None)
+    run = replace(config, parallel=open_parallel, train=open_train, schedule=ScheduleConfig(), cluster=any_nodes)
+    return run, one_pass
+
+
+@lru_cache(maxsize=32)
+def _unbounded(config: RunConfig, layout: Layout, shapes: ModelShapes | None) -> Plan:
+    return _fastest(config, layout, _unbounded_attempts(config, layout.bare, shapes))
+
+
+@lru_cache(maxsize=16)
+def _unbounded_attempts(config: RunConfig, layout: Layout, shapes: ModelShapes | None) -> list[Attempt]:
+    return _attempts_with(config, layout, shapes, None, None)
+
+
+def _most_held(plan: Plan) -> int:
+    """Counts the matrix elements on the fullest cell."""
+    return max(max(plan.held_elements(stage)) for stage in range(plan.subject.layout.pp))
+
+
+def _most_received(plan: Plan) -> int:
+    """Counts the most elements that a host receives in one micro-group."""
+    received = Counter[tuple[int, int]]()
+    for group_index, group in enumerate(plan.groups):
+        for matrix in group.matrices:
+            received[group_index, plan.assignment.cells[matrix].host] += plan.matrices[matrix].elements
+    return max(received.values(), default=0)
+
+
+def _with_and_without_rings(plan: Plan) -> Iterator[Plan]:
+    """Yields the plan, and then, if it has rings that the planner chose, the plan without them, which needs
+    less scratch."""
+    yield plan
+    without_rings = uniform_buckets(plan.buckets, plan.subject.settings)
+    if without_rings != plan.buckets:
+        yield replace(plan, buckets=without_rings)

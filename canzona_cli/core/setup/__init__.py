@@ -1,0 +1,54 @@
+"""The typed schema of a run's configuration.
+
+The classes are plain frozen dataclasses, so other modules can use them without depending on Hydra.
+`canzona_cli.config.compose` fills them in and reports all mistakes at once. `canzona_cli.core.simulate.fit` later
+chooses values for many of the fields that are still None. For other fields, null means what their help texts
+say, or that there is no value. To add a setting, add one annotated field here (`canzona_cli.core.fields`), and a
+line to each recipe that needs a value other than the default.
+"""
+
+from canzona_cli.core.fields import Precision
+from canzona_cli.core.optimizers.adamw_facts import AdamWConfig
+from canzona_cli.core.optimizers.facts import Clip, Form, OptimizerBase, RootMethod
+from canzona_cli.core.optimizers.muon_facts import (
+    STANDARD_ONLY,
+    MomentumConfig,
+    MuonConfig,
+    NorMuonConfig,
+)
+from canzona_cli.core.optimizers.shampoo_facts import (
+    KroneckerConfig,
+    ShampooConfig,
+    SoapConfig,
+)
+from canzona_cli.core.setup.cluster import ClusterConfig, Collective, Device, FastPath
+from canzona_cli.core.setup.optimizer import OPTIMIZERS, CustomConfig, OptimizerConfig, OptimizerName, UpdateName
+from canzona_cli.core.setup.run import (
+    CheckpointConfig,
+    EngineConfig,
+    Execution,
+    Gathering,
+    Layout,
+    Mesh,
+    Mode,
+    MuonTpMode,
+    Reduction,
+    RunConfig,
+    RunSettings,
+    Splitting,
+    Strategy,
+    TrackerName,
+)
+from canzona_cli.core.setup.training import (
+    DataConfig,
+    DecayStyle,
+    Dispatcher,
+    Divergence,
+    LossSpike,
+    ModelConfig,
+    NonFinite,
+    ParallelConfig,
+    Recompute,
+    ScheduleConfig,
+    TrainConfig,
+)

@@ -1,0 +1,281 @@
+"""The settings of training: model, parallelism, training job, learning-rate schedule and data."""
+
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from canzona_cli.core.fields import (
+    CURVE,
+    LAYOUT,
+    MODEL,
+    NOTHING,
+    PLAN,
+    SPREAD,
+    Affects,
+    Count,
+    CountOrZero,
+    Epsilon,
+    Example,
+    Positive,
+    Precision,
+    Range,
+    Ranks,
+    Share,
+    Side,
+)
+from canzona_cli.core.reading import expanded
+
+Layers = Annotated[int, Range(at_least=1, at_most=2048)]
+Heads = Annotated[int, Range(at_least=1, at_most=2048)]
+Sequences = Annotated[int, Range(at_least=1, at_most=1 << 16)]
+"""A number of sequences in a step, limited because simulations iterate over the micro-batches."""
+Recompute = Literal["none", "selective", "full"]
+NonFinite = Literal["stop", "skip"]
+Divergence = Literal["stop", "warn"]
+LossSpike = Literal["ignore", "warn", "stop"]
+DecayStyle = Literal["cosine", "wsd", "linear", "constant"]
+Experts = Annotated[int, Range(at_least=0, at_most=1024)]
+Dispatcher = Literal["allgather", "alltoall", "flex"]
+BalancingLoss = Literal["none", "sequence", "global"]
+
+WARMUP_SHARE = 20
+"""The divisor that gives the default warm-up: a twentieth of the decay steps."""
+WARMUP_CEILING = 2000
+"""The maximum default number of warm-up steps, as in published runs of these model sizes."""
+WSD_DECAY_SHARE = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A decoder-only transformer with RMSNorm, GQA, RoPE and no bias, like Qwen3 and Llama, dense or with
+    experts."""
+
+    AFFECTS: ClassVar[Affects] = MODEL | PLAN
+
+    name: Annotated[str, "Name of the model, for reports.", NOTHING]
+    num_layers: Annotated[Layers, "Transformer layers."]
+    hidden_size: Annotated[Side, "Width of the residual stream."]
+    ffn_hidden_size: Annotated[Side, "Width of the feed-forward layers, or of each expert."]
+    num_attention_heads: Annotated[Heads, "Query heads."]
+    num_query_groups: Annotated[Heads, "Key/value heads (GQA groups)."]
+    head_dim: Annotated[Side, "Width of one attention head."]
+    vocab_size: Annotated[Side, "Rows of the embedding."]
+    tied_embeddings: Annotated[bool, "Share one weight between embedding and output layer."]
+    rope_base: Annotated[float, Range(at_least=1, at_most=1e12), "Base of the rotary embedding.", CURVE] = 1_000_000.0
+    rope_scaling: Annotated[
+        Annotated[float, Range(at_least=1, at_most=1e6)] | None,
+        "Factor by which Llama 3.1's rotary scaling stretches a context of 8,192 tokens; null: none.",
+        CURVE,
+    ] = None
+    norm_eps: Annotated[Epsilon, "Epsilon of the RMSNorms.", CURVE] = 1e-6
+    qk_norm: Annotated[bool, "Normalise queries and keys per head: true for Qwen3, false for Llama.", MODEL] = True
+    num_experts: Annotated[Experts, "Experts in every layer, each a feed-forward network; 0: a dense model."] = 0
+    experts_per_token: Annotated[int, Range(at_least=2, at_most=1024), "Experts that process each token.", CURVE] = 2
+    balancing_loss: Annotated[
+        BalancingLoss,
+        "Loss that spreads tokens evenly over experts, per sequence or global batch; none: no such loss.",
+        CURVE,
+    ] = "sequence"
+    balancing_weight: Annotated[Share, "Weight of `balancing_loss`.", CURVE] = 1e-3
+    gated: Annotated[
+        bool, "Gate the feed-forward layers (SwiGLU). false: one matrix fewer per layer; only for plans."
+    ] = True
+    init_std: Annotated[
+        Positive,
+        "Standard deviation of the initial weights; residual projections use `init_std / sqrt(2 * num_layers)`.",
+        NOTHING,
+    ] = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """The settings that distribute a model over ranks. They determine dp: `gpus / (tp * pp * cp)`."""
+
+    AFFECTS: ClassVar[Affects] = LAYOUT | PLAN
+
+    tp: Annotated[Ranks | None, "Tensor-parallel ranks; null: chosen."] = None
+    pp: Annotated[Ranks | None, "Pipeline stages; null: chosen."] = None
+    vpp: Annotated[
+        Count | None,
+        "Model chunks of each pipeline stage (interleaved 1F1B). With n chunks, the idle time at both"
+        " ends of a step is divided by n, and the number of messages multiplied by n. null: chosen.",
+    ] = None
+    cp: Annotated[Ranks | None, "Context-parallel ranks; null: chosen."] = None
+    ep: Annotated[
+        Ranks | None,
+        "Expert-parallel ranks: the experts of a layer are divided among this many ranks of a pipeline "
+        "stage. With more than 1, tensor parallelism does not cut experts. null: chosen on GPUs, 1 on CPUs.",
+    ] = None
+    dispatcher: Annotated[
+        Dispatcher | None,
+        "How tokens reach experts on other ranks. alltoall: every rank gets the tokens for its experts; allgather:"
+        " every rank gets all tokens; flex: like alltoall, with DeepEP's kernels, on GPUs only. null: alltoall.",
+        NOTHING,
+    ] = None
+    sequence_parallel: Annotated[
+        bool | None,
+        "Shard norms' activations over TP ranks. null: true if the model has experts or layers are built with"
+        " Transformer Engine, tp > 1, and tp * cp divides seq_length.",
+        NOTHING,
+    ] = None
+    overlap_grad_reduce: Annotated[bool, "Reduce a bucket's gradients during the backward pass.", PLAN] = True
+    overlap_param_gather: Annotated[
+        bool, "Gather a bucket's new weights during the forward pass; needs overlap_grad_reduce.", NOTHING
+    ] = True
+    bucket_elements: Annotated[
+        Count | None,
+        "Elements in one gradient bucket; null: Megatron's max(40M, 1M * dp * cp), or a multiple that the planner finds"
+        " faster.",
+        PLAN,
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The settings for a run's length, batch, precision, guards, validation and samples."""
+
+    steps: Annotated[Count, "Optimizer steps of the run.", NOTHING]
+    seq_length: Annotated[Side, "Tokens in a sequence.", CURVE | PLAN]
+    batch_tokens: Annotated[
+        Count, "Target number of tokens per optimizer step if `global_batch_size` is null.", NOTHING
+    ]
+    global_batch_size: Annotated[
+        Sequences | None,
+        "Sequences per optimizer step over all ranks; null: the number closest to `batch_tokens` that the layout "
+        "can divide.",
+        CURVE,
+    ] = None
+    micro_batch_size: Annotated[
+        Sequences | None, "Sequences in one forward pass on one data-parallel rank; null: chosen.", PLAN
+    ] = None
+    recompute: Annotated[
+        Recompute | None,
+        "Activation recomputation: none, selective (core attention), full (entire layers); null: chosen.",
+        SPREAD | PLAN,
+    ] = None
+    precision: Annotated[Precision, "bf16 weights with fp32 masters, or all in fp32.", CURVE | PLAN] = "bf16"
+    grad_reduce_dtype: Annotated[Precision, "Precision of gradient sums over DP ranks.", CURVE | PLAN] = "fp32"
+    non_finite: Annotated[
+        NonFinite,
+        "On NaN or infinite gradients: stop all ranks before any weight changes, or skip and count the update.",
+        NOTHING,
+    ] = "stop"
+    loss_spike: Annotated[
+        LossSpike, "On a sudden rise of the loss: ignore it, warn, or stop without saving another checkpoint.", NOTHING
+    ] = "warn"
+    loss_spike_sigmas: Annotated[
+        Positive,
+        "Standard deviations above the recent mean at which a loss counts as a spike, if it is also 5% above the mean.",
+        NOTHING,
+    ] = 8.0
+    divergence: Annotated[
+        Divergence,
+        "If training diverges: stop and name the last checkpoint before the divergence, or warn and fail "
+        "only if the run has still diverged after the last step. Training has diverged if the loss stays "
+        "more than half-way from its best value back to its initial value or that of a uniform guess, whichever is "
+        "higher, or if validation is clearly worse than before training, twice in a row or at the end.",
+        NOTHING,
+    ] = "stop"
+    seed: Annotated[
+        int, Range(at_least=0, below=2**31), "Seed of the initial weights and the order of the data.", CURVE
+    ] = 1234
+    eval_interval: Annotated[
+        CountOrZero,
+        "Steps between validations, which also run before the first and after the last step; 0: never.",
+        NOTHING,
+    ] = 100
+    eval_sequences: Annotated[
+        Count,
+        "Sequences per validation, from each set of a blend: the same ones in every run of the data, at most all that"
+        " are held out.",
+        NOTHING,
+    ] = 1024
+    sample_every: Annotated[
+        CountOrZero,
+        "Steps between text samples from the model (each token is the most likely one), shown in the "
+        "live view, events.jsonl and trackers. There is also a sample after the last step. 0: no samples.",
+        NOTHING,
+    ] = 0
+    sample_prompt: Annotated[
+        str | None, "The text that a sample continues; null: none, the sample begins a new document.", NOTHING
+    ] = None
+    sample_tokens: Annotated[
+        Count, "Maximum number of tokens in a sample; prompt and sample together fit one sequence.", NOTHING
+    ] = 48
+
+    @property
+    def weight_bytes(self) -> int:
+        """The number of bytes per element of a weight."""
+        return 2 if self.precision == "bf16" else 4
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The number of bytes per element of the gradient buffer."""
+        return 4 if self.grad_reduce_dtype == "fp32" else self.weight_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """The settings of the learning-rate schedule: a linear warm-up, then a decay."""
+
+    AFFECTS: ClassVar[Affects] = CURVE
+
+    decay: Annotated[DecayStyle, "Shape of the decay after the warm-up."] = "cosine"
+    warmup_steps: Annotated[
+        CountOrZero | None, "Steps of linear warm-up; null: a twentieth of `decay_steps`, at most 2000."
+    ] = None
+    decay_steps: Annotated[Count | None, "Step at which the rate reaches its minimum; null: `train.steps`."] = None
+    wsd_decay_steps: Annotated[
+        Count | None, "For wsd: steps of the final decay; null: a tenth of the steps after the warm-up."
+    ] = None
+
+    def complete(self, steps: int) -> "ScheduleConfig":
+        """Returns the schedule with its nulls resolved for a run of `steps` steps."""
+        decay_steps = self.decay_steps if self.decay_steps is not None else steps
+        warmup_steps = self.warmup_steps
+        if warmup_steps is None:
+            warmup_steps = min(WARMUP_CEILING, decay_steps // WARMUP_SHARE)
+        wsd_decay_steps = self.wsd_decay_steps
+        if self.decay == "wsd" and wsd_decay_steps is None:
+            wsd_decay_steps = max(1, (decay_steps - warmup_steps) // WSD_DECAY_SHARE)
+        return replace(self, decay_steps=decay_steps, warmup_steps=warmup_steps, wsd_decay_steps=wsd_decay_steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The settings of the training data and its tokenizer."""
+
+    AFFECTS: ClassVar[Affects] = CURVE
+
+    source: Annotated[
+        Literal["stdlib", "prepared"],
+        "stdlib: the source code of the Python standard library, tokenised "
+        "once and cached. prepared: the files of `path` or `blend`.",
+    ]
+    path: Annotated[str | None, "For prepared: the prefix of the .bin/.idx pair, without extension."] = None
+    blend: Annotated[
+        dict[str, Positive] | None,
+        "For prepared, instead of path: the prefixes of several pairs, "
+        "each with a weight that gives its relative share of the samples.",
+        Example("'{data/code:0.7,data/web:0.3}'"),
+    ] = field(default=None, hash=False)
+    tokenizer: Annotated[
+        str,
+        "For stdlib: byte, bpe, or the path of a Hugging Face tokenizer.json or its folder.",
+    ] = "byte"
+    tokenizer_vocab_size: Annotated[
+        Side, "For bpe: number of entries in the vocabulary, which is trained on the data."
+    ] = 16384
+    validation_fraction: Annotated[Share, "Share of documents, from the end, that are held out for validation."] = 0.02
+    cache_dir: Annotated[
+        str | None,
+        "Folder for prepared corpora, sample indices and layouts found by search; null: $CANZONA_CACHE, else"
+        " ~/.cache/canzona.",
+        NOTHING,
+    ] = None
+
+    @property
+    def cache_root(self) -> Path:
+        """The folder of the cache. canzona can create all files in it again."""
+        return expanded(self.cache_dir or os.environ.get("CANZONA_CACHE") or "~/.cache/canzona").absolute()

@@ -1,0 +1,264 @@
+"""Estimates a step's seconds without a plan or a simulation. The layout search ranks layouts by this
+estimate."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from statistics import fmean
+from typing import NamedTuple
+
+from canzona_cli.core.costs.buffers import bucket_elements, stage_weights
+from canzona_cli.core.costs.links import Groups, Links
+from canzona_cli.core.costs.model import NormClip, hop, layer_and_ends, passes, units_taken
+from canzona_cli.core.costs.modules import dispatch
+from canzona_cli.core.costs.sharing import shared_costs
+from canzona_cli.core.costs.update import adamw_seconds, algorithm_of, step_factor, update_costs, update_times
+from canzona_cli.core.model.matrices import matrices as matrices_of
+from canzona_cli.core.planner.attempt import bucket_limits
+from canzona_cli.core.planner.bounds import simple_bound
+from canzona_cli.core.planner.chunks import seconds_after_reduction
+from canzona_cli.core.planner.make import outlined_seconds
+from canzona_cli.core.planner.pipeline import HostedPipeline
+from canzona_cli.core.setup import Execution, Layout, RunConfig
+from canzona_cli.core.setup.execution import splitting_of, with_flex
+from canzona_cli.core.setup.stages import most_layers, stage_layers
+from canzona_cli.core.simulate.update import UpdateModel
+
+
+def estimated_step_seconds(config: RunConfig, layout: Layout) -> float:
+    """Estimates the seconds of a step in a layout, quickly. The estimate rarely exceeds the simulated
+    seconds."""
+    times = passes(config, layout)
+    return _surely_s(config, layout, times) + _exposed_s(config, layout, times[0]) + _updates_s(config, layout)
+
+
+def outlined_step_seconds(config: RunConfig, layout: Layout) -> float:
+    """Estimates a step more closely than `estimated_step_seconds` if it has a plan whose size of buckets is
+    open: with the waits for the buckets of a plan without owners, of the best size. Other steps get the same
+    estimate.
+
+    Raises:
+        ConfigError: the layout cannot divide the matrices.
+    """
+    added_s = None
+    if config.execution is Execution.PLANNED and config.cluster.device == "cuda":
+        added_s = outlined_seconds(config, layout)
+    if added_s is None:
+        return estimated_step_seconds(config, layout)
+    return _surely_s(config, layout, passes(config, layout)) + added_s
+
+
+def flex_speedup(config: RunConfig, layout: Layout) -> float | None:
+    """Estimates the time of a step relative to the same step with the dispatcher `flex`; None if no experts are
+    divided among ranks, or the run cannot use it (`with_flex`)."""
+    flex = with_flex(config)
+    if flex is None or layout.ep == 1:
+        return None
+    return estimated_step_seconds(config, layout) / estimated_step_seconds(flex, layout)
+
+
+def _surely_s(config: RunConfig, layout: Layout, times: Sequence[Sequence[tuple[float, float]]]) -> float:
+    """Returns the seconds of a step without data-parallel traffic and updates of matrices.
+
+    Args:
+        times: see `passes`.
+    """
+    execution, hop_s = config.execution, hop(config, layout).seconds
+    stages_s = [sum(forward + backward + 2 * hop_s for forward, backward in chunks) for chunks in times]
+    passes_s = layout.num_microbatches * max(stages_s) + (sum(stages_s) - max(stages_s)) / layout.vpp
+    weights = stage_weights(config, layout, 0)
+    if execution.everywhere:
+        adamw, all_elements = weights.others, weights.matrices + weights.others
+    else:
+        adamw = weights.share(layout, matrices=False)
+        all_elements = weights.share(layout, matrices=True)
+    clip_s = NormClip(config, layout).seconds(all_elements, adamw)
+    adamw_s = step_factor(config, "adamw_update") * adamw_seconds(weights.adamw(execution, layout), config.cluster)
+    return passes_s + seconds_after_reduction(config, layout, 0) + clip_s + adamw_s
+
+
+def least_step_seconds(config: RunConfig, layout: Layout) -> float:
+    """Returns a lower bound of `estimated_step_seconds`, quicker still: the forward and backward passes, as
+    if the embedding and the output layer were not on the stage with the most layers."""
+    layer_s, ends_s = layer_and_ends(config, layout)
+    chunk_s = 1e-6 * config.cluster.pass_us * 2 + 2 * hop(config, layout).seconds
+    all_s = config.model.num_layers * layer_s + layout.pp * layout.vpp * chunk_s + ends_s
+    busiest_s = most_layers(config.model.num_layers, layout) * layer_s + layout.vpp * chunk_s
+    return layout.num_microbatches * busiest_s + (all_s - busiest_s) / layout.vpp
+
+
+def _exposed_s(config: RunConfig, layout: Layout, passes_s: Sequence[tuple[float, float]]) -> float:
+    """Estimates the seconds that data-parallel traffic adds to a step.
+
+    Args:
+        passes_s: the seconds of a micro-batch's forward and backward pass through each of the first stage's
+            model chunks.
+    """
+    traffic, parallel = _traffic(config, replace(layout.bare, vpp=1)), config.parallel
+    reduced_s, gathered_s = traffic.reduced_s, traffic.gathered_s
+    if not parallel.overlap_grad_reduce:
+        return reduced_s + gathered_s
+    if config.model.num_experts:
+        # The first chunk may have fewer layers than the others.
+        forward_s, backward_s = map(fmean, zip(*passes_s, strict=True))
+        return max(traffic.last_s, _exposed_with_experts(config, layout, traffic, (forward_s, backward_s)))
+    forward_s, backward_s = passes_s[0]
+    if parallel.overlap_param_gather:
+        gathered_s = max(0.0, gathered_s / layout.vpp - forward_s)
+    return max(traffic.last_s, reduced_s / layout.vpp - backward_s) + gathered_s
+
+
+def _exposed_with_experts(
+    config: RunConfig, layout: Layout, traffic: "_Traffic", passes_s: tuple[float, float]
+) -> float:
+    """Estimates the seconds that data-parallel traffic adds to a step of a model with experts, at the best
+    bucket size.
+
+    The gradients of such a model take about as long to reduce as a backward pass. Buckets are assumed to fill
+    evenly, so the i-th of n buckets is ready after i / n of the backward pass, and needed after (i - 1) / n
+    of the forward pass. Traffic slows passes down, because tokens are sent over the same link, and because
+    collectives take a share of the GPU.
+    """
+    # Between a micro-batch's passes through two consecutive model chunks, other micro-batches pass.
+    turns = (layout.vpp - 1) * layout.pp + 1
+    travel_s, units = _link_use_s(config, layout), units_taken(config, layout)
+
+    def added_s(seconds: float, latency_s: float, pass_s: float, buckets: float, stages: int) -> float:
+        """Returns the seconds that `seconds` of traffic add to a step. The traffic slows one micro-batch down
+        on `stages` stages in turn: gathering slows the first micro-batch down on all stages, and reduction
+        the last micro-batch on one stage."""
+        seconds += (buckets - 1) * latency_s
+        overlapped = min(1.0, seconds / layout.vpp / pass_s)
+        passes = max(min(turns, seconds / pass_s), stages * layout.vpp * overlapped)
+        shared_s, taken_s = passes * travel_s, passes * units * (pass_s - travel_s)
+        left_s = seconds + shared_s - (1 - 1 / buckets) * (turns * pass_s + shared_s + taken_s)
+        return shared_s + taken_s + max(seconds / buckets, left_s, seconds / layout.vpp - pass_s)
+
+    def exposed_s(limit: int) -> float:
+        buckets = layout.vpp * max(1.0, traffic.elements / layout.vpp / limit)
+        reduction_s = added_s(traffic.reduced_s, traffic.reduce_latency_s, passes_s[1], buckets, 1)
+        if not config.parallel.overlap_param_gather:
+            return reduction_s + traffic.gathered_s
+        return reduction_s + added_s(traffic.gathered_s, traffic.gather_latency_s, passes_s[0], buckets, layout.pp)
+
+    return min(map(exposed_s, _bucket_sizes(config, layout)))
+
+
+def _bucket_sizes(config: RunConfig, layout: Layout) -> tuple[int, ...]:
+    """Returns the bucket sizes to try, in elements."""
+    default = bucket_elements(config, layout) or 1
+    chooses_size = config.parallel.bucket_elements is None and config.cluster.device == "cuda"
+    return bucket_limits(default) if chooses_size and config.execution is Execution.PLANNED else (default,)
+
+
+def _link_use_s(config: RunConfig, layout: Layout) -> float:
+    """Returns the seconds for which a micro-batch's pass through a model chunk uses the link of data-parallel
+    traffic, as the mean over the first stage's model chunks, including the transfer to the next stage."""
+    link = Groups.of(layout, config.cluster).experts.link
+    transfers = [(1.0, hop(config, layout))]
+    if layout.ep > 1:
+        layers = stage_layers(config.model.num_layers, layout, 0) / layout.vpp
+        transfers.append((2 * layers, dispatch(config, layout)))
+    return sum(count * transfer.link_s for count, transfer in transfers if transfer.link == link)
+
+
+class _Traffic(NamedTuple):
+    """The data-parallel traffic of a rank of the first stage."""
+
+    elements: int
+    """The elements that are cut into buckets: those of experts if experts are divided among ranks, otherwise
+    those of all matrices."""
+    reduced_s: float
+    reduce_latency_s: float
+    """The latency of the reduction of a bucket of experts; 0 if experts are not divided."""
+    last_s: float
+    """The part of `reduced_s` for the embedding's gradients. Their reduction is always exposed, because they
+    are ready last."""
+    gathered_s: float
+    gather_latency_s: float
+
+
+@lru_cache(maxsize=1024)
+def _traffic(config: RunConfig, layout: Layout) -> _Traffic:
+    cluster, execution = config.cluster, config.execution
+    links, groups = Links(cluster=cluster), Groups.of(layout, cluster)
+    weights = stage_weights(config, layout, 0)
+    weight_bytes, gradient_bytes = config.train.weight_bytes, config.train.gradient_bytes
+    embedding = config.model.vocab_size * config.model.hidden_size // layout.tp
+    reducing, gathering = step_factor(config, "grad_reduce"), step_factor(config, "param_gather")
+    reduce = links.all_reduce if execution.everywhere else links.reduce_scatter
+    all_elements = weights.matrices + weights.others
+    parts = (all_elements - weights.experts, groups.data), (weights.experts, groups.experts)
+    reductions = [reduce(elements * gradient_bytes, group) for elements, group in parts]
+    gatherings = [links.all_gather(elements * weight_bytes, group) for elements, group in parts]
+    if execution.everywhere:
+        gathering = 0.0
+    if weights.experts:
+        # Experts have a separate communicator, whose transfers hide the latency of the other transfers.
+        reductions[0] = reductions[0]._replace(latency_s=0.0)
+        gatherings[0] = gatherings[0]._replace(latency_s=0.0)
+    return _Traffic(
+        weights.experts or weights.matrices,
+        reducing * sum(transfer.seconds for transfer in reductions),
+        reducing * reductions[1].latency_s,
+        reducing * reduce(embedding * gradient_bytes, groups.data).seconds,
+        gathering * sum(transfer.seconds for transfer in gatherings),
+        gathering * gatherings[1].latency_s,
+    )
+
+
+def _updates_s(config: RunConfig, layout: Layout) -> float:
+    """Estimates the seconds of matrix updates on the busiest rank of the stage with the most layers."""
+    execution = config.execution
+    if execution is Execution.ADAMW:
+        return 0.0
+    layers, ranks = most_layers(config.model.num_layers, layout), layout.world_size // layout.tp
+    one_stage = replace(layout.bare, pp=1, vpp=1, dp=ranks, global_batch_size=ranks)
+    if execution is Execution.PLANNED:
+        layer_s, matrices_s = _planned_layer(config, one_stage)
+        return max(layers * layer_s / layout.cells, _packing_bound_s(matrices_s, layers, layout.cells))
+    dense_s, experts_s = _unplanned_layer(config, one_stage)
+    if execution is Execution.LAYERWISE:
+        return layers * (dense_s / layout.owners + experts_s / layout.cells)
+    return layers * (dense_s + experts_s / layout.ep)
+
+
+@lru_cache(maxsize=1024)
+def _packing_bound_s(costs: tuple[float, ...], layers: int, cells: int) -> float:
+    return simple_bound(costs * layers, cells)
+
+
+@lru_cache(maxsize=64)
+def _unplanned_layer(config: RunConfig, layout: Layout) -> tuple[float, float]:
+    """Returns the mean seconds in which one TP rank receives and updates all matrices of a layer that every rank
+    stores; and those in which it updates all experts of the layer, 0 unless experts are divided among
+    ranks."""
+    members = matrices_of(replace(config.model, num_layers=1), layout, splitting_of(config))
+    model = UpdateModel(config, layout, members, (), update_times(config, members))
+    dense = [matrix.index for matrix in members if matrix.expert_rank is None]
+    experts = [matrix.index for matrix in members if matrix.expert_rank is not None]
+    # If each matrix has one home, a layer has too few matrices to keep all homes busy, but a model has not.
+    updates = model.unplanned(dense)
+    exchange_s = min(update.exchange_s for update in updates)
+    dense_s = exchange_s + fmean(update.matrix_update_s for update in updates)
+    factor = step_factor(config, "matrix_update")
+    return dense_s, factor * sum(model.unplanned_seconds(index) for index in experts)
+
+
+@lru_cache(maxsize=64)
+def _planned_layer(config: RunConfig, layout: Layout) -> tuple[float, tuple[float, ...]]:
+    """Returns the seconds of one layer's updates under a plan, including the packing of hosted matrices,
+    added up over the ranks of a TP group; and the seconds of each matrix, on its host or on one rank that
+    shares it."""
+    members = matrices_of(replace(config.model, num_layers=1), layout, splitting_of(config))
+    factor = step_factor(config, "matrix_update")
+    packing_s = HostedPipeline.of(config, layout).packing_s if layout.tp > 1 else 0.0
+    possible = shared_costs(config, algorithm_of(config), layout, members)
+    layer_s = 0.0
+    matrices_s: list[float] = []
+    for matrix, cost in zip(members, update_costs(config, members), strict=True):
+        parts = [factor * possible[matrix.index].each] if matrix.index in possible else []
+        packed_s = packing_s if matrix.expert_rank is None else 0.0
+        layer_s += min([factor * cost + matrix.elements * packed_s, *(layout.tp * part for part in parts)])
+        matrices_s.append(min([factor * cost, *parts]))
+    return layer_s, tuple(matrices_s)

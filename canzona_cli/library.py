@@ -1,0 +1,218 @@
+"""Converts the objects of a training loop on Megatron-core to the configuration that canzona plans from."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from canzona_cli.config.compose import compose_run
+from canzona_cli.config.overrides import key_of, override_text
+from canzona_cli.core.costs.sharing import mode_warnings
+from canzona_cli.core.errors import Problem, Unsupported, refuse
+from canzona_cli.core.megatron.limits import BUCKETS, MODEL, OPTIMIZER, problems
+from canzona_cli.core.setup import Device, Layout, RunConfig
+from canzona_cli.core.setup.execution import PLANNED
+from canzona_cli.core.simulate.possible import fill, possible_layouts
+
+Value = bool | int | float | str
+_RECIPE: Final = "qwen3-tiny"
+"""The recipe to start from. Every setting in it that has an effect on the engine is replaced."""
+_FREE: Final = ("cluster", "engine", "optimizer", "train.non_finite", "train.seq_length", "train.micro_batch_size")
+"""The settings, and groups of settings, that a caller may set, except the optimizer settings that the loop's own
+configuration determines (`_optimizer`)."""
+_FEWEST_IDS: Final = 512
+"""The smallest vocabulary with which the recipe is valid. The recipe's tokenizer, which is not used, has
+fewer ids."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caller:
+    """The objects of a training loop that determine a plan."""
+
+    optimizer: MegatronOptimizerConfig
+    ddp: DistributedDataParallelConfig
+    models: tuple[GPTModel, ...]
+    """The model chunks without wrappers."""
+    groups: ProcessGroupCollection
+    device: Device
+
+    @property
+    def model(self) -> TransformerConfig:
+        return self.models[0].config
+
+
+def run_config(caller: Caller, settings: Sequence[str]) -> tuple[RunConfig, Layout, Sequence[str]]:
+    """Returns the run and the layout that a training loop's objects describe, and warnings about settings
+    that have no effect or will probably work badly.
+
+    Args:
+        settings: Further settings, as on the command line (`engine.mode=hosted`, `cluster=h100-80g`).
+
+    Raises:
+        Unsupported: The engine does not support a feature of the loop; lists every problem.
+        ConfigError: A setting is not valid, or the loop determines it.
+    """
+    refuse([*_unsupported(caller)], Unsupported)
+    loop = dict([*_model(caller), *_layout(caller), *_optimizer(caller, settings), *_training(caller)])
+    chosen = [*_chosen(settings, loop, caller.device)]
+    chosen_keys = set(map(key_of, chosen))
+    fixed = [f"{key}={override_text(value)}" for key, value in loop.items() if key not in chosen_keys]
+    composed = compose_run([f"recipe={_RECIPE}", *chosen, *fixed])
+    config = composed.config
+    refuse(_engine_problems(config, caller.device))
+    vocabulary = caller.models[0].vocab_size
+    assert isinstance(vocabulary, int)
+    config = replace(config, model=replace(config.model, name="model", vocab_size=vocabulary))
+    [layout] = possible_layouts(config)
+    config = fill(config, layout)
+    return config, layout, [*composed.warnings, *mode_warnings(config, layout)]
+
+
+def _unsupported(caller: Caller) -> Iterator[Problem]:
+    """Yields a problem for each feature of the caller's training loop that the engine does not support; every
+    rank yields the same problems."""
+    optimizer, model = caller.optimizer, caller.model
+    yield from problems(optimizer, OPTIMIZER)
+    yield from problems(caller.ddp, BUCKETS)
+    if optimizer.bf16 and optimizer.muon_fp32_matmul_prec not in ("medium", "low"):
+        yield Problem(
+            key="muon_fp32_matmul_prec",
+            value=optimizer.muon_fp32_matmul_prec,
+            reason="with bf16 weights the matmuls of Newton-Schulz are in bf16",
+            fix="leave it at medium",
+        )
+    if not all(isinstance(chunk, GPTModel) for chunk in caller.models):
+        kinds = ", ".join(sorted({type(chunk).__name__ for chunk in caller.models}))
+        yield Problem(key="model", value=kinds, reason="the engine supports only the matrices of GPTModel")
+        return
+    yield from problems(model, MODEL)
+    if caller.groups.tp.size() > 1 and optimizer.muon_tp_mode == "blockwise":
+        yield Problem(
+            key="muon_tp_mode",
+            value="blockwise",
+            reason="each tensor-parallel rank orthogonalises its fragment, but canzona orthogonalises whole matrices",
+            fix="use duplicated, which computes the same as canzona",
+        )
+    chunks = caller.groups.pp.size() * len(caller.models)
+    if model.num_layers % chunks:
+        reason = f"{chunks} model chunks would have different numbers of layers"
+        yield Problem(key="num_layers", value=model.num_layers, reason=reason, fix=f"use a multiple of {chunks}")
+    gtp = getattr(caller.groups, "gtp_remat", None)
+    if gtp is not None and gtp.size() > 1:
+        reason = "the engine does not support this way of dividing weights among ranks"
+        yield Problem(key="gtp_weight_remat_size", value=gtp.size(), reason=reason, fix="leave it at 1")
+    ranks = caller.groups.tp.size() * caller.groups.pp.size() * caller.groups.dp_cp.size()
+    if ranks != torch.distributed.get_world_size():
+        reason = f"the groups have {ranks} ranks, but the job has {torch.distributed.get_world_size()}"
+        yield Problem(key="groups", reason=reason, fix="use the engine in jobs whose ranks all train the model")
+
+
+def _model(caller: Caller) -> Iterator[tuple[str, Value]]:
+    model, chunk = caller.model, caller.models[0]
+    vocabulary = chunk.vocab_size
+    assert isinstance(vocabulary, int)
+    yield "model.num_layers", model.num_layers
+    yield "model.hidden_size", model.hidden_size
+    yield "model.ffn_hidden_size", model.ffn_hidden_size
+    yield "model.num_attention_heads", model.num_attention_heads
+    yield "model.num_query_groups", model.num_query_groups or model.num_attention_heads
+    yield "model.head_dim", model.kv_channels
+    yield "model.vocab_size", -(-_FEWEST_IDS // vocabulary) * vocabulary
+    yield "model.tied_embeddings", bool(chunk.share_embeddings_and_output_weights)
+    yield "model.qk_norm", bool(model.qk_layernorm)
+
+
+def _layout(caller: Caller) -> Iterator[tuple[str, Value]]:
+    groups, pp, vpp = caller.groups, caller.groups.pp.size(), len(caller.models)
+    yield "gpus", torch.distributed.get_world_size()
+    yield "parallel.tp", groups.tp.size()
+    yield "parallel.pp", pp
+    yield "parallel.vpp", vpp
+    yield "parallel.cp", groups.cp.size()
+    yield "parallel.ep", 1
+    yield "parallel.sequence_parallel", bool(caller.model.sequence_parallel)
+    yield "parallel.overlap_grad_reduce", bool(caller.ddp.overlap_grad_reduce)
+    yield "parallel.overlap_param_gather", bool(caller.ddp.overlap_param_gather)
+    if caller.ddp.bucket_size is not None:
+        yield "parallel.bucket_elements", caller.ddp.bucket_size
+
+
+def _optimizer(caller: Caller, settings: Sequence[str]) -> Iterator[tuple[str, Value]]:
+    config = caller.optimizer
+    yield "optimizer.lr", config.lr
+    yield "optimizer.min_lr", config.min_lr or 0.0
+    yield "optimizer.weight_decay", config.weight_decay
+    yield "optimizer.clip_grad", config.clip_grad
+    yield "optimizer.beta1", config.adam_beta1
+    yield "optimizer.beta2", config.adam_beta2
+    yield "optimizer.eps", config.adam_eps
+    # These settings do not apply to canzona's other optimizers.
+    if all(key_of(setting) != "optimizer" or setting == "optimizer=muon" for setting in settings):
+        yield "optimizer.momentum", config.muon_momentum
+        yield "optimizer.nesterov", config.muon_nesterov
+        yield "optimizer.ns_steps", config.muon_num_ns_steps
+        yield "optimizer.coefficients", config.muon_coefficient_type
+        yield "optimizer.scale_mode", config.muon_scale_mode
+        yield "optimizer.scale_factor", config.muon_extra_scale_factor
+
+
+def _training(caller: Caller) -> Iterator[tuple[str, Value]]:
+    """Yields the settings for precision, recomputation, batch and splitting."""
+    precision = "bf16" if caller.optimizer.bf16 else "fp32"
+    yield "train.precision", precision
+    # fp32 weights always have fp32 gradients.
+    yield "train.grad_reduce_dtype", "fp32" if caller.ddp.grad_reduce_in_fp32 else precision
+    yield "train.recompute", caller.model.recompute_granularity or "none"
+    yield "train.seq_length", caller.models[0].max_sequence_length
+    yield "train.micro_batch_size", 1
+    # The loop chooses the number of micro-batches; an interleaved pipeline needs at least one for each stage.
+    yield "train.global_batch_size", caller.groups.dp.size() * caller.groups.pp.size()
+    # Matrices are split as in Megatron's Muon, so that training gives the same result.
+    yield "engine.splitting", "qkv" if caller.optimizer.muon_split_qkv else "fused"
+
+
+def _chosen(settings: Sequence[str], given: Mapping[str, Value], device: str) -> Iterator[str]:
+    """Yields the caller's settings, a global batch that matches their micro-batch, and on CPUs `cluster=cpu`
+    if they do not name a cluster.
+
+    Raises:
+        ConfigError: The loop determines one of the settings, or, on GPUs, none of them names a cluster.
+    """
+    micro = 1
+    for setting in settings:
+        key = key_of(setting)
+        fixed = key in given and key not in _FREE and not key.startswith("engine.")
+        if fixed or not any(key == free or key.startswith(f"{free}.") for free in _FREE):
+            reason = "the loop's own configuration determines it"
+            fix = (
+                "change it there; the engine takes settings of cluster and engine, and settings of optimizer that "
+                "Megatron's configuration does not have"
+            )
+            refuse([Problem(key=key, value=setting.partition("=")[2], reason=reason, fix=fix)])
+        yield setting
+        if key == "train.micro_batch_size":
+            micro = int(setting.partition("=")[2])
+    if micro > 1:
+        yield f"train.global_batch_size={micro * int(given['train.global_batch_size'])}"
+    if all(key_of(setting) != "cluster" for setting in settings):
+        if device == "cuda":
+            reason = "the plan depends on the speed of GPUs and links"
+            fix = "name a profile (cluster=h100-80g, `canzona clusters list`), or the file of `canzona calibrate`"
+            refuse([Problem(key="cluster", reason=reason, fix=fix)])
+        yield "cluster=cpu"
+
+
+def _engine_problems(config: RunConfig, device: str) -> Iterator[Problem]:
+    if config.cluster.device != device:
+        reason = f"it is a profile for {config.cluster.device} ranks, but this rank computes on {device}"
+        yield Problem(key="cluster", value=config.cluster.name, reason=reason, fix="name another profile")
+    adamw, strategy = config.optimizer.name == "adamw", config.engine.strategy
+    if adamw or strategy not in PLANNED:
+        key, value = ("optimizer", "adamw") if adamw else ("engine.strategy", strategy)
+        yield Problem(key=key, value=value, reason="Megatron does this without canzona", fix="do not use the engine")

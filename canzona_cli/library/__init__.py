@@ -1,1 +1,0 @@
-"""canzona's engine for other training loops: Megatron-LM's `pretrain`, or any loop on Megatron-core."""

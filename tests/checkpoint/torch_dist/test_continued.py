@@ -1,0 +1,158 @@
+"""`canzona checkpoint import` and `export` of Megatron's distributed checkpoints: each program goes on where the other
+stopped."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from tests.checkpoint.torch_dist.test_files import QWEN3, saved, state
+from tests.cli.commands.support import canzona
+from tests.dist.jobs import prepare
+
+if TYPE_CHECKING:  # Megatron-LM's training takes seconds to import
+    from tests.library.pretraining import Pretrained
+
+SAVED, STEPS, BATCH, LENGTH, VOCABULARY = 4, 8, 4, 64, 384
+TP = ("--tensor-model-parallel-size", "2")
+SHARDED = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")
+FP32, BF16 = ("--muon-fp32-matmul-prec", "high"), ("--bf16", "--accumulate-allreduce-grads-in-fp32")
+TEXT = ("data=stdlib-bytes", "data.validation_fraction=0", "train.eval_interval=0")
+HERE = (*TEXT, "gpus=2", "cluster=cpu", "parallel.tp=1", "parallel.pp=1")
+
+
+class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """The samples of `canzona train`, in its order."""
+
+    def __init__(self, cache: Path) -> None:
+        from canzona_cli.training.data import build_datasets
+
+        config, _, corpus = prepare(cache, *RUN)
+        self._samples = build_datasets(config, corpus, cache=cache / "indices").train
+
+    def __len__(self) -> int:
+        return len(self._samples)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        sample = self._samples[index]
+        return {key: sample[name] for key, name in (("tokens", "tokens"), ("labels", "labels"), ("mask", "loss_mask"))}
+
+
+RUN = (
+    *("gpus=1", *TEXT, "train.seed=7", f"train.steps={STEPS}", f"train.seq_length={LENGTH}"),
+    *(f"train.global_batch_size={BATCH}", "train.micro_batch_size=1"),
+)
+
+
+def _pretrain(cache: Path, *flags: str, engine: tuple[str, ...] | None = None) -> "list[Pretrained]":
+    from tests.library.pretraining import LOOP, MUON, pretrain
+    from tests.library.pretraining import QWEN3 as SHAPE
+
+    words = ("--vocab-size", str(VOCABULARY - 1))
+    return pretrain(*SHAPE, *LOOP, *words, *MUON, *flags, canzona=engine, samples=partial(Samples, cache))
+
+
+def _losses(ranks: "list[Pretrained]") -> list[float]:
+    """Returns those of the steps after the checkpoint."""
+    return next(rank.losses for rank in ranks if rank.losses)[-(STEPS - SAVED) :]
+
+
+def _imported(folder: Path, run: Path, *overrides: str) -> dict[str, object]:
+    done = canzona("checkpoint", "import", folder, "--out", run, "--json", *overrides, code=0)
+    facts: dict[str, object] = json.loads(done.stdout)
+    return facts
+
+
+def _resumed(run: Path, cache: Path) -> list[float]:
+    canzona("resume", run, *HERE, f"data.cache_dir={cache}", code=0)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if line["step"] > SAVED]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    cache = tmp_path_factory.mktemp("cache")
+    prepare(cache, *RUN)  # once, where the ranks find it
+    return cache
+
+
+@pytest.fixture(scope="module")
+def muon(cache: Path) -> tuple[Path, list[float]]:
+    """A folder that Megatron's Muon saved after step 4, in fp32, and its losses after that."""
+    folder = cache / "muon"
+    ranks = _pretrain(cache, *FP32, "--save", str(folder), "--save-interval", str(SAVED))
+    return folder / f"iter_{SAVED:07d}", _losses(ranks)
+
+
+@pytest.mark.sweep  # four trainings; `test_files` compares what is read and written
+def test_canzona_and_megatron_go_on_from_each_other(
+    muon: tuple[Path, list[float]], cache: Path, tmp_path: Path
+) -> None:
+    """The same samples in the same order; fp32, so that losses differ by roundings: as far as two layouts of
+    Megatron's do (1e-6)."""
+    folder, losses = muon
+    facts = _imported(folder, tmp_path / "run")
+    assert (facts["step"], facts["optimizer_state"]) == (SAVED, "muon")
+    assert canzona("checkpoint", "export", tmp_path / "run", tmp_path / "out", "--to", "megatron").returncode == 0
+    _imported(tmp_path / "out", tmp_path / "again")
+    once, twice = state(tmp_path / "run"), state(tmp_path / "again")
+    assert once.keys() == twice.keys()
+    assert all(np.array_equal(once[name], twice[name]) for name in once)
+    np.testing.assert_allclose(_resumed(tmp_path / "run", cache), losses, rtol=1e-6)
+    loading = ("--load", str(tmp_path / "out"))
+    resumed = _pretrain(cache, *FP32, *SHARDED, *TP, *loading, engine=())
+    np.testing.assert_allclose(_losses(resumed), losses, rtol=1e-6)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("flags", "engine", "apart"),
+    [
+        ((*BF16, *SHARDED, "--optimizer", "adam"), None, 4e-4),
+        ((*BF16, *SHARDED), None, 4e-4),
+        ((*FP32, *SHARDED), (), 1e-6),
+    ],
+    ids=["adamw", "layer-wise muon", "the engine"],
+)
+def test_each_goes_on_from_the_other(
+    flags: tuple[str, ...], engine: tuple[str, ...] | None, apart: float, cache: Path, tmp_path: Path
+) -> None:
+    """Losses in bf16 differ as much as those of Megatron's own Muons (1e-4), which round in another order."""
+    saving = ("--save", str(tmp_path / "saved"), "--save-interval", str(SAVED))
+    losses = _losses(_pretrain(cache, *flags, *saving, engine=engine))
+    facts = _imported(tmp_path / "saved" / f"iter_{SAVED:07d}", tmp_path / "run")
+    assert facts["optimizer_state"] == ("adamw" if "adam" in flags else "muon")
+    assert canzona("checkpoint", "export", tmp_path / "run", tmp_path / "out", "--to", "megatron").returncode == 0
+    np.testing.assert_allclose(_resumed(tmp_path / "run", cache), losses, rtol=apart)
+    loading = ("--load", str(tmp_path / "out"), "--use-checkpoint-args")
+    loaded = _losses(_pretrain(cache, *flags, *loading, engine=engine))
+    np.testing.assert_allclose(loaded, losses, rtol=apart)
+
+
+@pytest.mark.sweep
+def test_state_without_steps_or_of_another_optimizer_is_left_out(cache: Path, tmp_path: Path) -> None:
+    for name, flags, engine in (
+        ("buckets", (*BF16, "--use-distributed-optimizer"), None),
+        ("soap", (*FP32, *SHARDED), ("optimizer=soap",)),
+    ):
+        saving = ("--save", str(tmp_path / name), "--save-interval", str(SAVED), "--train-iters", str(SAVED))
+        _pretrain(cache, *flags, *saving, engine=engine)
+        facts = _imported(tmp_path / name, tmp_path / f"run of {name}")
+        assert (facts["step"], facts["optimizer_state"]) == (0, None)
+
+
+@pytest.mark.sweep
+def test_the_engine_refuses_a_checkpoint_that_does_not_say_its_steps(cache: Path, tmp_path: Path) -> None:
+    run = saved(tmp_path / "run", "muon", *QWEN3, "train.precision=fp32")
+    assert canzona("checkpoint", "export", run, tmp_path / "out", "--to", "megatron").returncode == 0
+    path = tmp_path / "out" / f"iter_{SAVED:07d}" / "common.pt"
+    common = torch.load(path, weights_only=False)
+    for group in common["optimizer"][1]["optimizer"]["param_groups"]:
+        del group["step"]
+    torch.save(common, path)
+    with pytest.raises(AssertionError, match="the number of AdamW's steps"):
+        _pretrain(cache, *FP32, *SHARDED, "--load", str(tmp_path / "out"), engine=())

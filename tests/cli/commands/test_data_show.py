@@ -1,0 +1,75 @@
+"""`canzona data show`: what was prepared, read back as text."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.data.indexed import inspect_pair
+from canzona_cli.data.view import view
+from tests.cli.commands.support import canzona
+
+LINES = ["a short line", "a line of some more words than the one before", "über\x1b[2J", *(["x"] * 5)]
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "a.txt").write_text("\n".join(LINES) + "\n")
+    canzona("data", "prepare", "a.txt", "-o", "corpus", "--document", "line", cwd=folder, code=0)
+    return folder / "corpus"
+
+
+def test_documents_lengths_and_a_sequence_are_those_of_the_text(prefix: Path) -> None:
+    shown = view(prefix, documents=2, tokens=20, seq_length=30)
+    texts, sizes = LINES[:2], [len(line.encode()) + 1 for line in LINES]
+    assert [(document.text, document.cut) for document in shown.documents] == [
+        (texts[0], False),
+        (texts[1][:20], True),
+    ]
+    assert [document.tokens for document in shown.documents] == sizes[:2]
+    lengths = shown.lengths
+    assert (lengths.least, lengths.most) == (min(sizes), max(sizes))
+    assert lengths.mean == pytest.approx(inspect_pair(prefix).tokens / len(LINES))
+    assert sum(documents for _, documents in lengths.histogram) == len(LINES)
+    bounds = [0, *(most for most, _ in lengths.histogram)]
+    for least, (most, documents) in zip(bounds, lengths.histogram, strict=False):
+        assert documents == sum(least < size <= most for size in sizes)
+    assert shown.sequence == f"{texts[0]}\n[end of document]\n{texts[1][:17]}"
+    assert shown.sequence_documents == 2
+
+
+@pytest.mark.parametrize(("seq_length", "documents"), [(12, 1), (13, 1), (14, 2), (1000, len(LINES))])
+def test_a_sequence_has_the_documents_of_its_tokens(seq_length: int, documents: int, prefix: Path) -> None:
+    """The first document has 13 tokens: a sequence that ends with it has none of the second."""
+    shown = view(prefix, documents=1, tokens=20, seq_length=seq_length)
+    assert shown.sequence_documents == documents
+
+
+def test_the_screen_has_the_facts_and_no_control_characters(prefix: Path) -> None:
+    done = canzona("data", "show", str(prefix), "--documents", "3", code=0)
+    for part in ("8", "byte, 257 ids, 256 ends a document", "document 0: 13 tokens", LINES[1], r"\x1b[2J"):
+        assert part in done.stdout
+    assert "\x1b[2J" not in done.stdout
+
+
+def test_long_documents_fill_a_screen_of_25_lines_and_are_whole_for_who_asks(tmp_path: Path) -> None:
+    lines = [f"line {number} {'word ' * 40}" for number in range(50)]
+    for size in range(1, 12):
+        (tmp_path / f"{size:02}.txt").write_text("\n".join([*lines, "x" * 2**size]))
+    canzona("data", "prepare", ".", "-o", "corpus", cwd=tmp_path, code=0)
+    asked = ("data", "show", "corpus", "--tokens", "2000")
+    short, full = (canzona(*asked, *more, cwd=tmp_path).stdout.splitlines() for more in ((), ("-v",)))
+    assert len(short) <= 25
+    assert max(map(len, short)) <= 80
+    assert sum(line.startswith("document 0") and "beginning" in line for line in short) == 1
+    assert [line for line in full if line.startswith("line 3")] == [lines[3]] * 2
+    assert not any(line.startswith("line 3") for line in short)
+
+
+def test_json_has_it_too_and_a_missing_pair_is_a_mistake(prefix: Path) -> None:
+    done = canzona("data", "show", str(prefix), "--documents", "1", "--json")
+    content = json.loads(done.stdout)
+    assert (content["version"], content["documents"], len(content["shown"])) == (1, len(LINES), 1)
+    refused = canzona("data", "show", str(prefix) + "-nowhere", code=2)
+    assert "nowhere" in refused.stderr

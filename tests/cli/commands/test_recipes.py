@@ -1,0 +1,91 @@
+"""`canzona recipes`: list, show, copy and layouts, with built-in recipes and the user's own."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+
+from canzona_cli.config.compose import compose_run
+from canzona_cli.config.recipes import builtin_recipes_dir
+from canzona_cli.config.settings import settings
+from tests.cli.commands.support import canzona
+
+
+def test_list_fits_80_columns_and_names_every_recipe() -> None:
+    result = canzona("recipes", "list", code=0)
+    for name, size in [("qwen3-tiny", "3.25 M"), ("qwen3-0.6b", "596 M"), ("qwen3-32b", "32.8 B")]:
+        (line,) = (line for line in result.stdout.splitlines() if line.startswith(f"{name} "))
+        assert size in line
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    recipes = [*(builtin_recipes_dir() / "recipe").glob("*.yaml")]
+    assert len(result.stdout.splitlines()) == 2 + len(recipes), "one line for each recipe"
+
+
+def test_list_marks_own_and_shadowing_recipes(tmp_path: Path) -> None:
+    (tmp_path / "mine" / "recipe").mkdir(parents=True)
+    for name in ("ours", "qwen3-8b"):
+        (tmp_path / "mine" / "recipe" / f"{name}.yaml").write_text("defaults:\n  - /recipe/qwen3-tiny\n")
+    result = canzona("recipes", "list", "--recipes-dir", "mine", cwd=tmp_path, environment={"COLUMNS": "160"}, code=0)
+    assert "./mine/recipe/ours.yaml" in result.stdout
+    assert "./mine/recipe/qwen3-8b.yaml, shadows the built-in" in result.stdout
+
+
+def test_show_prints_yaml_and_its_files() -> None:
+    result = canzona("recipes", "show", "tiny", "gpus=4", code=0)
+    shown = yaml.safe_load(result.stdout)
+    assert (shown["name"], shown["gpus"], shown["parallel"]["tp"]) == ("qwen3-tiny", 4, None)
+    comments = [line for line in result.stdout.splitlines() if line.startswith("#")]
+    assert any(line.endswith("model/qwen3-tiny.yaml") for line in comments)
+    assert "# and gpus=4" in comments
+
+
+def test_a_copy_stands_alone_holds_every_setting_and_is_not_replaced(tmp_path: Path) -> None:
+    canzona("recipes", "copy", "8b", "own/mine.yaml", "optimizer.lr=0.002", cwd=tmp_path, code=0)
+    path = tmp_path / "own" / "mine.yaml"
+    copied = compose_run([f"recipe={path}"])
+    original = compose_run(["recipe=8b", "optimizer.lr=0.002", "name=mine"])
+    assert copied.config == original.config
+    assert [file for file in copied.files if file != path] == []
+    in_file = {
+        f"{section}.{key}" if isinstance(values, dict) else section
+        for section, values in yaml.safe_load(path.read_text()).items()
+        for key in (values if isinstance(values, dict) else [""])
+    }
+    assert in_file == {key for key, s in settings().items() if not s.optimizers or "muon" in s.optimizers}
+
+    path.write_text("mine")
+    again = canzona("recipes", "copy", "8b", "own/mine.yaml", cwd=tmp_path, code=2)
+    assert "--force" in again.stderr
+    assert path.read_text() == "mine"
+    assert canzona("recipes", "copy", "8b", "own/mine.yaml", "--force", cwd=tmp_path).returncode == 0
+    assert path.read_text() != "mine"
+
+
+def test_a_short_copy_has_only_the_changes_and_is_the_same_run(tmp_path: Path) -> None:
+    changes = ("optimizer=soap", "train.steps=50", "gpus=4", "parallel.tp=2")
+    file = tmp_path / "mine.yaml"
+    canzona("recipes", "copy", "tiny", str(file), *changes, "--short", code=0)
+    assert len(file.read_text().splitlines()) <= 14
+    short = compose_run([f"recipe={file}"]).config
+    assert short == replace(compose_run(["recipe=qwen3-tiny", *changes]).config, name="mine")
+    again = canzona("recipes", "copy", str(file), str(tmp_path / "other.yaml"), "--short", code=2)
+    assert "can build only on another recipe's name" in " ".join(again.stderr.split())
+
+
+def test_copy_refuses_what_no_recipe_may_be_named(tmp_path: Path) -> None:
+    assert canzona("recipes", "copy", "tiny", "mine.txt", cwd=tmp_path).returncode == 2
+    (tmp_path / "folder.yaml").mkdir()
+    assert canzona("recipes", "copy", "tiny", "folder.yaml", "--force", cwd=tmp_path).returncode == 2
+
+
+def test_a_misspelt_name_is_exit_code_2() -> None:
+    result = canzona("recipes", "show", "qwen3-8bb", code=2)
+    assert "did you mean qwen3-8b?" in result.stderr
+
+
+def test_layouts_of_one_size(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"  # in which little is left to search
+    recipe.write_text("defaults: [qwen3-0.6b]\ntrain: {micro_batch_size: 1, recompute: full}\n")
+    result = canzona("recipes", "layouts", recipe, environment={"COLUMNS": "120"}, code=0)
+    assert "0.596" in result.stdout
+    assert "1024" in result.stdout

@@ -1,0 +1,104 @@
+"""`canzona train --sweep` and what an array's task makes of it: every run has its turn, its directory and its row."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.core.setup import RunConfig
+from canzona_cli.records.files import RunFiles, read_json
+from tests.cli.commands.support import canzona, start_stand_in
+
+TINY = ("recipe=qwen3-tiny", "gpus=1", "train.steps=1", "model.num_layers=1")
+
+
+def ending_of(config: RunConfig) -> dict[str, str]:
+    """The stand-in's variables: run 3 of a sweep crashes, in run 4 somebody presses Ctrl-C."""
+    seed = config.train.seed
+    return {"STAND_IN": {3: "crash@1", 4: "ctrl-c@1"}.get(seed, "done@1"), "STAND_IN_LOSS": str(seed)}
+
+
+def results(root: Path) -> dict[str, tuple[object, object]]:
+    found = {path.name: read_json(RunFiles(path).result) or {} for path in sorted(root.iterdir())}
+    return {name: (result["status"], result["exit_code"]) for name, result in found.items()}
+
+
+def test_each_run_has_its_turn_whatever_became_of_the_others_and_the_sweep_goes_on_where_it_was_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_stand_in(monkeypatch, ending_of)
+    train = partial(canzona, "train", *TINY, "--sweep", cwd=tmp_path)
+    done = train("train.seed=2,3,1,4,5", "run.dir='here, there'")
+    root = tmp_path / "here, there"
+    assert done.returncode == 130, done.stderr
+    assert results(root) == {
+        "seed=1": ("done", 0),
+        "seed=2": ("done", 0),
+        "seed=3": ("failed", 70),
+        "seed=4": ("interrupted", 130),
+    }, "the one that failed cost no other; Ctrl-C ends the sweep"
+    said = " ".join(done.stderr.split())
+    assert "not started: train.seed=5" in said
+    assert "run.dir=" in said
+    lines = [line for line in done.stdout.splitlines() if " of 5: " in line]
+    assert [line.split(": done")[0] for line in lines if ": done" in line] == [
+        "run 1 of 5: train.seed=2",
+        "run 3 of 5: train.seed=1",
+    ]
+    assert len(lines) == 4, "a line for each run"
+    assert "layout" not in done.stdout
+    rows = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("seed=")]
+    assert rows[:4] == ["seed=2", "seed=3", "seed=1", "seed=4"]
+    assert "lowest loss: 1.0000" in done.stdout
+
+    looked = train("train.seed=1,2", "run.dir='here, there'", "--dry-run")
+    assert looked.returncode == 0, "both are done, which ends the sweep with 0 too"
+
+    again = train("train.seed=2,3,1,5", "run.dir='here, there'")
+    assert again.returncode == 70, "the largest exit code"
+    assert "run 1 of 4: train.seed=2: is already finished" in " ".join(again.stderr.split())
+    assert results(root)["seed=5"] == ("done", 0)
+
+
+def test_a_mistake_in_one_run_is_told_before_any_starts(tmp_path: Path) -> None:
+    done = canzona("train", *TINY, "--sweep", "train.seed=1,2", "parallel.tp=1,3", cwd=tmp_path, code=2)
+    said = " ".join(done.stderr.split())
+    assert "in the run with train.seed=1 parallel.tp=3 and 1 other" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+STEP = {"SLURM_JOB_ID": "42", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}
+STEP |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_NODEID": "0", "SLURM_ARRAY_JOB_ID": "40"}
+
+
+def test_task_k_of_an_array_is_combination_k_in_one_directory_with_the_others(tmp_path: Path) -> None:
+    printed = []
+    for task in (0, 3):
+        step = STEP | {"SLURM_ARRAY_TASK_ID": str(task)}
+        arguments = ("train", *TINY, "--dry-run", "--config", "--sweep", "train.seed=1,2", "optimizer.lr=1e-3,3e-3")
+        printed.append(canzona(*arguments, cwd=tmp_path, environment=step))
+        assert printed[-1].returncode == 0, printed[-1].stderr
+    for done, seed, lr in zip(printed, (1, 2), ("0.001", "0.003"), strict=True):
+        assert f"runs/sweep-40/seed={seed}_lr={lr}" in done.stdout
+        assert f"seed: {seed}\n" in done.stdout
+        assert done.stdout.count("resolved configuration") == 1
+    outside = canzona(*arguments, cwd=tmp_path, environment=STEP | {"SLURM_ARRAY_TASK_ID": "4"}, code=2)
+    assert "tasks 0 to 3" in " ".join(outside.stderr.split())
+
+
+def test_a_sweep_is_an_array_of_as_many_tasks_as_runs(tmp_path: Path) -> None:
+    arguments = ("slurm", *TINY, "--sweep", "train.seed=1,2,3")
+    script = canzona(*arguments, cwd=tmp_path, code=0)
+    lines = script.stdout.splitlines()
+    assert "#SBATCH --array=0-2" in lines
+    assert "    --sweep" in lines, "each task reads the sweep again and takes its part"
+    some = canzona(*arguments, "--array", "0,2%1", "--json", cwd=tmp_path)
+    assert "#SBATCH --array=0,2%1\n" in json.loads(some.stdout)["script"]
+    assert canzona(*arguments, "--needs", cwd=tmp_path).stdout == "1 0\n"
+    outside = canzona(*arguments, "--array", "2-3", cwd=tmp_path, code=2)
+    assert "only tasks 0 to 2" in " ".join(outside.stderr.split())
+    machines = canzona("slurm", "recipe=qwen3-8b", "--sweep", "gpus=8,16", cwd=tmp_path, code=2)
+    assert "the same nodes" in " ".join(machines.stderr.split())
+    equal = canzona("slurm", *TINY, "--array", "0-3", cwd=tmp_path, code=2)
+    assert "train.seed=1,2,3,4 --sweep" in " ".join(equal.stderr.split())

@@ -1,0 +1,85 @@
+"""Pictures of pages: what is drawn is what was measured, however much there is of it."""
+
+from html.parser import HTMLParser
+from itertools import pairwise
+
+import pytest
+
+from canzona_cli.cli.views.bench import BenchView
+from canzona_cli.cli.views.charts import Bar, Bars, Lane, Lanes
+from canzona_cli.cli.views.curves import Curve, Curves
+from canzona_cli.cli.views.document import Document, Section, document
+from canzona_cli.cli.views.markup import Html, tag
+from canzona_cli.core.phases import Interval
+from tests.bench.benches import bench
+from tests.cli.views.html_page import Page, read_page
+
+
+def page(body: Html) -> Page:
+    return read_page(Document(kind="test", title="test", sections=[Section(title="test", body=body)]).text())
+
+
+def test_text_is_escaped_wherever_it_stands() -> None:
+    element = tag("p", "<b>", tag("i", "&"), title='"<')
+    assert element == '<p title="&quot;&lt;">&lt;b&gt;<i>&amp;</i></p>'
+    found: list[tuple[str, str | None]] = []
+
+    class Reader(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            found.extend(attrs)
+
+    Reader().feed(element)
+    assert found == [("title", '"<')]
+
+
+def test_a_long_curve_keeps_its_spikes() -> None:
+    """100,000 steps in a few hundred points: the highest, the lowest and both ends are among them."""
+    points = [(step, 2.0 + (7.5 if step == 54_321 else -1.5 if step == 77_777 else 0.0)) for step in range(100_000)]
+    drawn = page(Curves(title="loss", curves=[Curve(name="loss", points=points)]).html()).curves("loss")["loss"]
+    assert len(drawn) <= 602
+    assert {(54_321, "9.5"), (77_777, "0.5"), (0, "2"), (99_999, "2")} <= set(drawn)
+    assert all(one < other for (one, _), (other, _) in pairwise(drawn))
+
+
+@pytest.mark.parametrize("values", [[1.0], [3.0, 3.0], [0.0, 0.0], [-1e-9, 1e-9], [1e12, 2e12], [2.5, 2.5000001]])
+def test_every_point_is_inside_its_picture(values: list[float]) -> None:
+    found = page(Curves(title="x", curves=[Curve(name="x", points=list(enumerate(values, 1)))], height=100).html())
+    path = found.one("path").attributes["d"]
+    spots = [tuple(map(float, spot.split(","))) for spot in path.removeprefix("M").split("L")]
+    assert len(spots) == len(values)
+    assert all(0 <= x <= 1000 and 0 <= y <= 100 for x, y in spots)
+    assert len(found.all("text", class_="value")) >= 2
+
+
+def test_bars_share_one_scale() -> None:
+    rows = [
+        Bar(label="a", parts=[("forward", 1.0), ("backward", 2.0), ("exchange", 0.0)], value="3 s"),
+        Bar(label="b", parts=[("forward", 0.5)], value="0.5 s", limit=4.0),
+    ]
+    found = page(Bars(rows=rows, scale=4.0).html()).all("rect")
+    assert [(rect.attributes["x"], rect.attributes["width"]) for rect in found] == [
+        ("0%", "25%"), ("25%", "50%"), ("0%", "100%"), ("0%", "12.5%")
+    ]  # fmt: skip
+    assert found[1].text == "backward: 2.00 s"
+
+
+def test_lanes_of_thousands_of_moments_stay_small_and_keep_their_ends() -> None:
+    names = ("forward", "backward")
+    moments = [Interval(name=names[n % 2], start_s=n * 5e-5, end_s=(n + 1) * 5e-5) for n in range(20_000)]
+    found = page(Lanes(title="", rows=[Lane(label="rank 0", intervals=moments)], end_s=1.0).html()).all("rect")
+    assert len(found) < 3000
+    edges = [float(rect.attributes["x"].rstrip("%")) for rect in found]
+    assert edges == sorted(edges)
+    few = page(Lanes(title="", rows=[Lane(label="rank 0", intervals=moments[:2])], end_s=1e-4).html()).all("rect")
+    assert [rect.attributes["width"] for rect in few] == ["50%", "50%"]
+
+
+def test_a_bench_as_a_page() -> None:
+    result = bench()
+    found = read_page(document("canzona bench", BenchView(result)).text())
+    assert len(found.all("svg", class_="bar")) == 2 * len(result.strategies), "measured and predicted"
+    assert found.words.count(" predicted ") >= len(result.strategies)
+    (update,) = (row for row in found.rows() if row[0] == "matrix update")
+    assert update[1] == f"{1e3 * result.strategies['canzona'].measured.means['matrix_update']:.0f}"
+    cells = found.all("rect", class_="cell")
+    assert len(cells) == 4 * sum(any(one.measured.update_s) for one in result.strategies.values())

@@ -1,0 +1,259 @@
+"""Plans of experts that are divided among ranks: who may update an expert, in which bucket it is, and how good the
+joint balance is."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from canzona_cli.core.costs.buffers import stage_weights
+from canzona_cli.core.model.matrices import Matrix
+from canzona_cli.core.model.matrices import matrices as matrices_of
+from canzona_cli.core.planner.assign import assign
+from canzona_cli.core.planner.bounds import stage_bound
+from canzona_cli.core.planner.make import make_plan
+from canzona_cli.core.planner.measures import balance
+from canzona_cli.core.planner.memory import plan_memory
+from canzona_cli.core.planner.plan import Cell, Plan, PlanSettings
+from canzona_cli.core.setup import Layout, RunConfig, Splitting
+from canzona_cli.core.simulate.possible import fill
+from tests.core.planner.planning import newton_schulz
+from tests.sizes import layout, run
+
+CANZONA = PlanSettings(strategy="canzona")
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    """Draws a layout in which expert parallelism divides 8 experts and the cells of a stage."""
+    tp, pp, dp = (draw(st.sampled_from(sizes)) for sizes in ([1, 2, 4], [1, 2], [1, 2, 4, 6]))
+    possible = [ep for ep in (2, 4, 8) if tp * dp % ep == 0]
+    if not possible:
+        dp, possible = 2 * dp, [2]
+    return replace(layout(tp=tp, pp=pp, dp=dp), ep=draw(st.sampled_from(possible)))
+
+
+def experts(mesh: Layout, layers: int = 4, **engine: object) -> RunConfig:
+    """A run of a small model with eight experts in a layout."""
+    config = run("tiny", mesh.world_size, strategy="canzona", global_batch_size=mesh.dp)
+    model = replace(
+        config.model,
+        name="experts",
+        num_layers=layers,
+        num_experts=8,
+        experts_per_token=2,
+        ffn_hidden_size=192,
+        tied_embeddings=False,
+    )
+    config = replace(config, model=model, engine=replace(config.engine, **engine))  # type: ignore[arg-type]
+    return fill(config, mesh)
+
+
+def members(mesh: Layout, splitting: Splitting = "split", layers: int = 4) -> tuple[Matrix, ...]:
+    return matrices_of(experts(mesh, layers).model, mesh, splitting)
+
+
+def _planned(config: RunConfig, mesh: Layout) -> tuple[tuple[Matrix, ...], tuple[float, ...]]:
+    plan = make_plan(config, mesh)
+    return plan.matrices, plan.costs
+
+
+def number(cell: Cell, mesh: Layout) -> int:
+    return cell.owner * mesh.tp + cell.host
+
+
+@pytest.mark.parametrize("splitting", get_args(Splitting))
+def test_experts_are_whole_on_the_ranks_that_hold_them(splitting: Splitting) -> None:
+    mesh = replace(layout(tp=2, dp=4), ep=4)
+    together = {m.name: m for m in members(replace(mesh, ep=1), splitting)}
+    for matrix in members(mesh, splitting):
+        if matrix.expert_rank is None:
+            assert matrix == together[matrix.name]
+            continue
+        expert = int(matrix.name.split(".")[3])
+        assert matrix.expert_rank == expert // 2
+        assert matrix.shape == together[matrix.name].shape
+        assert matrix.fragment_elements(2) == matrix.held_elements(2) == matrix.elements
+        assert not matrix.replicated, "no TP rank can take another rank's expert"
+
+
+@given(
+    mesh=layouts(),
+    strategy=st.sampled_from(["canzona", "paper", "asc"]),
+    alpha=st.sampled_from([0.5, 1.0]),
+    splitting=st.sampled_from(["split", "fused"]),
+)
+@settings(max_examples=25, deadline=None)
+def test_plans_are_complete_and_only_holders_update_an_expert(
+    mesh: Layout, strategy: str, alpha: float, splitting: Splitting
+) -> None:
+    config = experts(mesh, strategy=strategy, alpha=alpha, splitting=splitting)
+    plan = make_plan(config, mesh)
+    for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True):
+        assert 0 <= cell.owner < mesh.owners
+        assert 0 <= cell.host < mesh.tp
+        assert matrix.expert_rank in (None, mesh.expert_rank(number(cell, mesh)))
+    ranged = [index for bucket in plan.buckets for part in bucket.ranges for index in part.matrices]
+    assert sorted(ranged) == list(range(len(plan.matrices)))
+    for bucket in plan.buckets:
+        for part in bucket.ranges:
+            for index in part.matrices:
+                cell = plan.assignment.cells[index]
+                assert plan.matrices[index].expert_rank == bucket.expert_rank
+                dense, expert = cell.owner, number(cell, mesh) // mesh.ep
+                assert part.owner == (dense if bucket.expert_rank is None else expert)
+    grouped = sorted(index for group in plan.groups for index in group.matrices)
+    assert grouped == [matrix.index for matrix in plan.matrices if matrix.expert_rank is None]
+    numbers = [(bucket.stage, bucket.index) for bucket in plan.buckets]
+    assert len(set(numbers)) == len(numbers)
+    for stage in range(mesh.pp):
+        shapes = [
+            [(len(b.parameters), b.elements) for b in plan.buckets if (b.stage, b.expert_rank) == (stage, rank)]
+            for rank in range(mesh.ep)
+        ]
+        assert all(shape == shapes[0] for shape in shapes), "the ranks' buckets differ"
+    again = Plan.from_content(json.loads(plan.to_json()))
+    assert again == plan
+    assert again.hash == plan.hash
+
+
+@given(mesh=layouts(), layers=st.sampled_from([2, 4]))
+@settings(max_examples=25, deadline=None)
+def test_no_rank_is_faster_than_the_bound_and_loads_add_up(mesh: Layout, layers: int) -> None:
+    matrices = members(mesh, layers=layers)
+    costs = newton_schulz(matrices)
+    found = assign(matrices, costs, mesh, CANZONA)
+    for stage in range(mesh.pp):
+        loads = found.loads(matrices, costs, stage, mesh.owners, mesh.tp)
+        assert sum(loads) == pytest.approx(sum(c for m, c in zip(matrices, costs, strict=True) if m.stage == stage))
+        bound = stage_bound(matrices, costs, stage, mesh)
+        alone = sum(c for m, c in zip(matrices, costs, strict=True) if (m.stage, m.expert_rank) == (stage, 0))
+        assert alone / mesh.expert_owners <= bound * (1 + 1e-9) <= max(loads) * (1 + 2e-9)
+
+
+def best_by_trying(stage: Sequence[Matrix], costs: Sequence[float], mesh: Layout) -> float:
+    """The busiest cell of the best assignment, by trying all placements of dense units on owners and hosts, each
+    filled up with equal experts one by one."""
+    units: dict[int, list[int]] = {}
+    for matrix in stage:
+        if matrix.expert_rank is None:
+            units.setdefault(matrix.unit, []).append(matrix.index)
+    cost = {m.index: c for m, c in zip(stage, costs, strict=True)}
+    each = Counter(m.expert_rank for m in stage if m.expert_rank is not None)
+    of_expert = next(cost[m.index] for m in stage if m.expert_rank is not None)
+    best = float("inf")
+
+    def filled(loads: Sequence[float]) -> float:
+        loads = list(loads)
+        for rank, count in each.items():
+            cells = range(rank or 0, mesh.cells, mesh.ep)
+            for _ in range(count):
+                loads[min(cells, key=loads.__getitem__)] += of_expert
+        return max(loads)
+
+    def place(number: int, loads: list[float]) -> None:
+        nonlocal best
+        if number == len(units):
+            best = min(best, filled(loads))
+            return
+        unit = [*units.values()][number]
+        for owner in range(mesh.owners):
+            for hosts in range(mesh.tp ** len(unit)):
+                placed = list(loads)
+                for position, index in enumerate(unit):
+                    placed[owner * mesh.tp + hosts // mesh.tp**position % mesh.tp] += cost[index]
+                place(number + 1, placed)
+
+    place(0, [0.0] * mesh.cells)
+    return best
+
+
+@pytest.mark.parametrize(("tp", "dp", "ep"), [(1, 4, 2), (1, 4, 4), (2, 2, 2), (2, 2, 4)])
+def test_small_stages_are_balanced_to_within_one_expert_of_the_best(tp: int, dp: int, ep: int) -> None:
+    mesh = replace(layout(tp=tp, dp=dp), ep=ep)
+    matrices = members(mesh, layers=1)
+    costs = newton_schulz(matrices)
+    found = assign(matrices, costs, mesh, CANZONA)
+    best = best_by_trying(matrices, costs, mesh)
+    assert stage_bound(matrices, costs, 0, mesh) <= best * (1 + 1e-9)
+    one = max(cost for matrix, cost in zip(matrices, costs, strict=True) if matrix.expert_rank is not None)
+    assert max(found.loads(matrices, costs, 0, mesh.owners, mesh.tp)) <= best + one
+
+
+def test_experts_make_up_for_unequal_dense_matrices() -> None:
+    """Dense matrices alone leave ranks idle; experts fill them, to within one expert of the mean."""
+    mesh = replace(layout(dp=16), ep=4)
+    plan = make_plan(experts(mesh), mesh)
+    loads = plan.loads(0)
+    one = max(c for m, c in zip(plan.matrices, plan.costs, strict=True) if m.expert_rank is not None)
+    assert max(loads) <= sum(loads) / len(loads) + one
+    assert balance(plan).grid == pytest.approx(max(loads) / (sum(loads) / len(loads)))
+
+
+def test_buckets_of_experts_end_where_owners_can_have_equal_shares() -> None:
+    mesh = replace(layout(dp=8), ep=2)
+    config = experts(mesh, layers=6)
+    size = 192 * 256
+    config = replace(config, parallel=replace(config.parallel, bucket_elements=5 * size))
+    plan = make_plan(config, mesh)
+    of_first = [bucket for bucket in plan.buckets if bucket.expert_rank == 0]
+    assert [bucket.elements // size for bucket in of_first[:-1]] == [8] * (len(of_first) - 1)
+    assert sum(bucket.elements for bucket in of_first) == 6 * 4 * 3 * size
+    assert all(bucket.padding == 0 for bucket in of_first)
+
+
+def test_a_rank_stores_a_share_of_the_experts_whole() -> None:
+    mesh = replace(layout(tp=2, pp=2, dp=4), ep=4)
+    config = experts(mesh)
+    alone, divided = stage_weights(config, replace(mesh, ep=1), 0), stage_weights(config, mesh, 0)
+    every = 2 * 8 * 3 * 192 * 256
+    assert alone.experts == 0
+    assert divided.experts == every // 4
+    assert alone.matrices - every // 2 == divided.matrices - divided.experts, "dense matrices are cut as before"
+    assert divided.others == alone.others
+    assert divided.share(mesh, matrices=True) == -(-(divided.matrices - divided.experts + divided.others) // 4) + (
+        divided.experts // 2
+    )
+
+
+def test_a_plan_with_an_expert_elsewhere_is_refused() -> None:
+    mesh = replace(layout(dp=4), ep=2)
+    plan = make_plan(experts(mesh), mesh)
+    index = next(matrix.index for matrix in plan.matrices if matrix.expert_rank == 0)
+    cells = list(plan.assignment.cells)
+    cells[index] = Cell(owner=cells[index].owner ^ 1, host=0)
+    wrong = replace(plan, assignment=replace(plan.assignment, cells=tuple(cells)))
+    with pytest.raises(ValueError, match="which does not store it"):
+        Plan.from_content(json.loads(wrong.to_json()))
+
+
+def test_balance_is_over_the_ranks_of_all_stages() -> None:
+    mesh = replace(layout(pp=2, dp=4), ep=2)
+    plan = make_plan(experts(mesh, layers=3), mesh)
+    found, loads = balance(plan), [*plan.loads(0), *plan.loads(1)]
+    mean = sum(loads) / 8
+    assert found.ranks == pytest.approx(max(loads) / mean)
+    assert found.ranks > 1.2 > found.grid, "one stage has two of the three layers"
+    assert found.ranks_bound == pytest.approx(max(plan.lower_bounds) / mean)
+    assert found.ranks_bound <= found.ranks
+
+
+def test_memory_has_the_experts_of_a_rank_whole_and_their_state_once() -> None:
+    mesh = replace(layout(tp=2, dp=4), ep=4)
+    config = experts(mesh)
+    plan = make_plan(config, mesh)
+    memory = plan_memory(config, mesh, plan)
+    cell = memory.worst.owner * 2 + memory.worst.host
+    weights = stage_weights(config, mesh, 0)
+    held = [m.elements for m in plan.matrices if m.expert_rank == cell % 4]
+    dense = [m.elements // 2 for m in plan.matrices if m.expert_rank is None]
+    assert memory.parts["weights"] == 2 * (sum(held) + sum(dense) + weights.others)
+    assert memory.parts["gradients"] == 4 * (sum(held) + sum(dense) + weights.others)
+    mine = [m.elements for m, c in zip(plan.matrices, plan.assignment.cells, strict=True) if number(c, mesh) == cell]
+    assert memory.parts["matrix_state"] == 4 * sum(mine)
+    assert sum(held) * 4 == sum(m.elements for m in plan.matrices if m.expert_rank is not None)
