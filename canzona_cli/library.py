@@ -1,22 +1,33 @@
-"""Converts the objects of a training loop on Megatron-core to the configuration that canzona plans from."""
+"""canzona's engine for other training loops: Megatron-LM's `pretrain`, or any loop on Megatron-core.
 
+The objects of a loop, and settings as on the command line, are composed to the setup that the engine plans from.
+"""
+
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
+from weakref import WeakKeyDictionary
 
 import torch
-from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.overrides import key_of, override_text
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.core import api
+from canzona_cli.core.api import Caller
 from canzona_cli.core.costs.sharing import mode_warnings
-from canzona_cli.core.errors import Problem, Unsupported, refuse
+from canzona_cli.core.engine.canzona_optimizer import CanzonaOptimizer
+from canzona_cli.core.errors import EnvironmentProblem, Problem, Unsupported, refuse
+from canzona_cli.core.megatron import contract
 from canzona_cli.core.megatron.limits import BUCKETS, MODEL, OPTIMIZER, problems
-from canzona_cli.core.setup import Device, Layout, RunConfig
+from canzona_cli.core.megatron.optimizer import Overrides
+from canzona_cli.core.megatron.parallel import Wrapped
+from canzona_cli.core.setup import Layout, Setup
 from canzona_cli.core.setup.execution import PLANNED
 from canzona_cli.core.simulate.possible import fill, possible_layouts
 
@@ -31,24 +42,32 @@ _FEWEST_IDS: Final = 512
 fewer ids."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Caller:
-    """The objects of a training loop that determine a plan."""
+class Engine(api.Engine):
+    """canzona's engine for a training loop on Megatron-core: call `wrap` in place of
+    `DistributedDataParallel(...)`, and `optimizer` in place of `get_megatron_optimizer(...)`.
 
-    optimizer: MegatronOptimizerConfig
-    ddp: DistributedDataParallelConfig
-    models: tuple[GPTModel, ...]
-    """The model chunks without wrappers."""
-    groups: ProcessGroupCollection
-    device: Device
+    The engine is experimental: it supports dense decoders (`GPTModel` with gated feed-forward layers) and
+    raises `Unsupported` for all other models, with the reason and the fix. It has only been run on CPUs, with
+    gloo.
 
-    @property
-    def model(self) -> TransformerConfig:
-        return self.models[0].config
+    Args:
+        optimizer_config: Megatron's configuration, with `optimizer="muon"`. Its settings for Muon, AdamW,
+            clipping and schedules apply.
+        settings: Settings as on canzona's command line: `cluster` (the profile to plan for, required on
+            GPUs), the groups `engine` and `optimizer`, `train.non_finite`, and the sizes that the loop trains
+            with, `train.micro_batch_size` and `train.seq_length`. For example `Engine(config,
+            "cluster=h100-80g", "engine.mode=hosted")`.
+        groups: The loop's process groups; None for the groups of `megatron.core.parallel_state`.
+    """
+
+    def __init__(
+        self, optimizer_config: MegatronOptimizerConfig, *settings: str, groups: ProcessGroupCollection | None = None
+    ) -> None:
+        super().__init__(optimizer_config, lambda caller: describe(caller, settings), groups)
 
 
-def run_config(caller: Caller, settings: Sequence[str]) -> tuple[RunConfig, Layout, Sequence[str]]:
-    """Returns the run and the layout that a training loop's objects describe, and warnings about settings
+def describe(caller: Caller, settings: Sequence[str]) -> tuple[Setup, Layout, Sequence[str]]:
+    """Returns the setup and the layout that a training loop's objects describe, and warnings about settings
     that have no effect or will probably work badly.
 
     Args:
@@ -69,9 +88,9 @@ def run_config(caller: Caller, settings: Sequence[str]) -> tuple[RunConfig, Layo
     vocabulary = caller.models[0].vocab_size
     assert isinstance(vocabulary, int)
     config = replace(config, model=replace(config.model, name="model", vocab_size=vocabulary))
-    [layout] = possible_layouts(config)
-    config = fill(config, layout)
-    return config, layout, [*composed.warnings, *mode_warnings(config, layout)]
+    [layout] = possible_layouts(config.setup)
+    setup = fill(config.setup, layout)
+    return setup, layout, [*composed.warnings, *mode_warnings(setup, layout)]
 
 
 def _unsupported(caller: Caller) -> Iterator[Problem]:
@@ -216,3 +235,52 @@ def _engine_problems(config: RunConfig, device: str) -> Iterator[Problem]:
     if adamw or strategy not in PLANNED:
         key, value = ("optimizer", "adamw") if adamw else ("engine.strategy", strategy)
         yield Problem(key=key, value=value, reason="Megatron does this without canzona", fix="do not use the engine")
+
+
+def use_in_megatron_lm(*settings: str) -> None:
+    """Makes Megatron-LM's `pretrain`, and any other code that builds models with its `get_model`, train with
+    canzona's engine.
+
+    Call this before `pretrain`. Keep the arguments for Megatron's Muon: `--optimizer muon
+    --use-distributed-optimizer`, and with tensor parallelism also `--muon-tp-mode duplicated`. This is
+    experimental, like `Engine`.
+
+    Args:
+        settings: Settings for `Engine`, for example "cluster=h100-80g".
+
+    Raises:
+        EnvironmentProblem: `megatron.training` is not installed, or is not the version that canzona expects.
+    """
+    refuse(contract.verify_loop(), EnvironmentProblem)
+    from canzona_cli.core.megatron.seams import replace_seams, stored_keys
+
+    engines: WeakKeyDictionary[torch.nn.Module, tuple[Engine, MegatronOptimizerConfig]] = WeakKeyDictionary()
+
+    def wrap(
+        chunks: Sequence[torch.nn.Module],
+        ddp_config: DistributedDataParallelConfig,
+        config: MegatronOptimizerConfig,
+        args: Namespace,
+    ) -> list[DistributedDataParallel]:
+        # A model may have positions for longer sequences than those that are trained.
+        sizes = (f"train.micro_batch_size={args.micro_batch_size}", f"train.seq_length={args.seq_length}")
+        engine = Engine(config, *sizes, *settings)
+        wrapped = engine.wrap(chunks, ddp_config)
+        engines[wrapped[0]] = engine, config
+        return wrapped
+
+    def build(config: MegatronOptimizerConfig, chunks: Wrapped, overrides: Overrides | None) -> CanzonaOptimizer:
+        if chunks[0] not in engines:
+            reason = "it was not wrapped by get_model of megatron.training"
+            fix = "build it with a model provider, or use canzona_cli.Engine in your own loop"
+            raise Unsupported(Problem(key="model", reason=reason, fix=fix))
+        engine, planned_for = engines[chunks[0]]
+        if replace(config, timers=None) != replace(planned_for, timers=None):
+            reason = "it has changed since the model was wrapped and its updates were planned"
+            raise Unsupported(Problem(key="OptimizerConfig", reason=reason, fix="set it with Megatron-LM's arguments"))
+        planned_for.timers = config.timers
+        optimizer = engine.optimizer(chunks, overrides)
+        optimizer.stored = stored_keys
+        return optimizer
+
+    replace_seams(wrap, build)

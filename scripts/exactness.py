@@ -30,8 +30,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from canzona_cli.config.compose import compose_run
-from canzona_cli.core.setup import Layout, RunConfig
-from canzona_cli.core.simulate import fit
+from canzona_cli.config.resolve import resolve as resolved
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.core.setup import Layout
 from tests.dist.synthetic import FARTHER, FARTHEST
 from tests.dist.trained import (
     CUT,
@@ -58,7 +59,7 @@ Cell = dict[str, float | int | str]
 
 
 def resolve(*overrides: str) -> tuple[RunConfig, Layout]:
-    return fit.resolve(compose_run([*FIXED, *overrides]).config)
+    return resolved(compose_run([*FIXED, *overrides]).config)
 
 
 def train(*runs: tuple[str, ...]) -> list[Trained]:

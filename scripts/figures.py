@@ -20,12 +20,13 @@ from typing import get_args
 
 from canzona_cli.bench.simulated import SIZES, parse_gpus
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.resolve import resolve
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import DoesNotFit
 from canzona_cli.core.planner.make import make_plan
-from canzona_cli.core.setup import FastPath, Layout, RunConfig
+from canzona_cli.core.setup import FastPath, Layout
 from canzona_cli.core.setup.execution import AnyStrategy
 from canzona_cli.core.simulate.compare import Study, study_run
-from canzona_cli.core.simulate.fit import resolve
 from canzona_cli.core.simulate.predict import simulate_plan
 from canzona_cli.core.simulate.search import LayoutResult, fastest_with
 from canzona_cli.core.simulate.step import StrategyResult
@@ -84,7 +85,7 @@ def run(recipe: str, gpus: int, overrides: tuple[str, ...]) -> tuple[RunConfig, 
 def study(recipe: str, gpus: int, *overrides: str) -> Study | None:
     """Simulates all strategies in the layout that canzona chooses; returns None if no layout fits in memory."""
     fitting = run(recipe, gpus, overrides)
-    return None if fitting is None else study_run(*fitting)
+    return None if fitting is None else study_run(fitting[0].setup, fitting[1])
 
 
 @cache
@@ -95,7 +96,7 @@ def best(recipe: str, gpus: int, strategy: AnyStrategy, *overrides: str) -> Layo
     if studied is None:
         return None
     config = compose_run([f"recipe={recipe}", f"gpus={gpus}", "cluster=h100-80g", *overrides]).config
-    return fastest_with(config, strategy, studied.layout)
+    return fastest_with(config.setup, strategy, studied.layout)
 
 
 def words(layout: Layout) -> str:
@@ -272,7 +273,7 @@ def arithmetics_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
         variants = (config, replace(config, cluster=verified))
         cells = []
         for variant in variants:
-            result = simulate_plan(variant, layout, make_plan(variant, layout))
+            result = simulate_plan(variant.setup, layout, make_plan(variant.setup, layout))
             cells.append(step_time(result.optimizer_s))
         rows.append([f"{count:,}", words(layout), *cells])
     return Table(

@@ -45,10 +45,10 @@ def simulated(recipe: str, gpus: int, overrides: Sequence[str]) -> Row | None:
     if (fitting := resolved(recipe, gpus, overrides)) is None:
         return None
     config, layout = fitting
-    plan = make_plan(config, layout)
-    result = simulate_plan(with_cores(config), layout, plan)
+    plan = make_plan(config.setup, layout)
+    result = simulate_plan(with_cores(config.setup), layout, plan)
     times = {"iteration": result.iteration_s, "optimizer": result.optimizer_s, "balance": balance(plan).grid}
-    memory = plan_memory(config, layout, plan).total / (1 << 30)
+    memory = plan_memory(config.setup, layout, plan).total / (1 << 30)
     return {"layout": f"{mesh_label(layout)} b{layout.micro_batch_size}", **times, "memory": memory}
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.resolve import resolve
 from canzona_cli.core.costs.update import (
     PRICED_STACK,
     UpdateTime,
@@ -23,7 +24,6 @@ from canzona_cli.core.optimizers.facts import Algorithm, Form, Work
 from canzona_cli.core.optimizers.muon_facts import iteration_work, matmul_bytes
 from canzona_cli.core.setup import ClusterConfig
 from canzona_cli.core.setup.execution import with_strategy
-from canzona_cli.core.simulate.fit import resolve
 from canzona_cli.core.simulate.predict import simulate_run
 
 Operation = Literal["newton_schulz", "matmul", "qr", "eigh", "adamw", "soap"]
@@ -185,7 +185,8 @@ def _newton_schulz(group: Kernels, steps: int, m: int, n: int) -> Work:
 def _price_step(step: StepRow) -> PricedRow:
     config, layout = resolve(compose_run(list(step.overrides), training=False).config)
     theirs, adamw = (
-        simulate_run(with_strategy(config, strategy), layout, None) for strategy in (config.engine.strategy, "adamw")
+        simulate_run(with_strategy(config.setup, strategy), layout, None)
+        for strategy in (config.engine.strategy, "adamw")
     )
     added_s = theirs.iteration_s - adamw.iteration_s
     return PricedRow(

@@ -3,9 +3,9 @@
 
     python scripts/paper.py [--recipe qwen3-32b] [--gpus 256] [--tp 8] [OVERRIDE ...]
 
-The strategy `paper` is the paper's engine as implemented in `canzona_cli/core/planner/paper.py`. Updates are in the standard
-form, as in Megatron-LM's Muon, except in rows that say otherwise. The points `train.sh` have the settings of the script
-with which the authors' code is published.
+The strategy `paper` is the paper's engine as implemented in `canzona_cli/core/planner/paper.py`. Updates are in the
+standard form, as in Megatron-LM's Muon, except in rows that say otherwise. The points `train.sh` have the settings of
+the script with which the authors' code is published.
 """
 
 import argparse
@@ -22,10 +22,10 @@ from canzona_cli.core.model.matrices import matrix_shapes
 from canzona_cli.core.planner.make import plan_unbounded
 from canzona_cli.core.planner.measures import balance, communication
 from canzona_cli.core.planner.memory import plan_memory
-from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.core.setup import Layout, Setup
 from canzona_cli.core.setup.execution import AnyStrategy, with_strategy
+from canzona_cli.core.simulate import fit
 from canzona_cli.core.simulate.compare import Study, study_run
-from canzona_cli.core.simulate.fit import resolve
 from canzona_cli.core.simulate.predict import simulate_plan
 
 STANDARD = "optimizer.form=standard"
@@ -61,10 +61,10 @@ WHY = """
   tensor-parallel rank. (`canzona plan` compares with the faster of its modes, see `engine.muon_tp_mode`.)
   `sc` repeats every update on every rank, so ratios over it are large; "over 30 times" would fit a baseline that avoids
   some of these repetitions.
-- **`paper` is not the authors' code line by line**: `canzona_cli/core/planner/README.md` lists the differences. It takes the
-  faster collective for each bucket, and away from the points `train.sh` the fastest size of buckets and C_max, as all
-  plans do here. The busiest owner of a bucket has far more bytes than an even share at any alpha, because a bucket has
-  fewer matrices than there are owners.
+- **`paper` is not the authors' code line by line**: `canzona_cli/core/planner/README.md` lists the
+  differences. It takes the faster collective for each bucket, and away from the points `train.sh` the fastest size of
+  buckets and C_max, as all plans do here. The busiest owner of a bucket has far more bytes than an even share at any
+  alpha, because a bucket has fewer matrices than there are owners.
 - **C_max** matters only if a host has several large matrices; on many GPUs a host has one or two, and then no exchange
   overlaps with updates, whether micro-groups are a pipeline, as in the paper, or one after another, as in the code.
 - **Rows marked `!`** do not fit in memory and are timed as if they did. They are not a fair baseline.
@@ -133,12 +133,12 @@ def studied(*words: str) -> Study:
     return replace(study, strategies=released)
 
 
-def resolved(*words: str) -> tuple[RunConfig, Layout]:
-    return resolve(compose_run(words, training=False).config)
+def resolved(*words: str) -> tuple[Setup, Layout]:
+    return fit.resolve(compose_run(words, training=False).config.setup)
 
 
 def report(
-    points: Sequence[Point], other_optimizers: Mapping[str, Study], fewer_gpus: tuple[RunConfig, Layout]
+    points: Sequence[Point], other_optimizers: Mapping[str, Study], fewer_gpus: tuple[Setup, Layout]
 ) -> Iterator[str]:
     """Yields the lines of all tables.
 
@@ -146,14 +146,14 @@ def report(
         other_optimizers: the first point with other optimizers, by name.
         fewer_gpus: the first point on a quarter of the GPUs.
     """
-    config, layout = points[0].standard.config, points[0].standard.layout
+    setup, layout = points[0].standard.setup, points[0].standard.layout
     mesh = " x ".join(f"{axis} {ranks}" for axis, ranks in layout.axes)
-    yield f"# The paper's claims and what is simulated: {config.name} on {config.gpus} GPUs, {mesh}"
+    yield f"# The paper's claims and what is simulated: {setup.name} on {setup.gpus} GPUs, {mesh}"
     yield from claims(points, other_optimizers)
     for point in points:
         yield from strategies(point)
-    yield from curves(config, layout, "alpha")
-    yield from curves(config, layout, "C_max")
+    yield from curves(setup, layout, "alpha")
+    yield from curves(setup, layout, "C_max")
     yield from curves(*fewer_gpus, "C_max")
 
 
@@ -189,7 +189,7 @@ def format_ratio(study: Study, baseline: str, strategy: str, quantity: str) -> s
 
 
 def strategies(point: Point) -> Iterator[str]:
-    layout, train = point.standard.layout, point.standard.config.train
+    layout, train = point.standard.layout, point.standard.setup.train
     batch = f"{layout.global_batch_size} sequences of {train.seq_length:,} tokens a step"
     yield from ("", f"## {point.name[0].upper()}{point.name[1:]}: {batch}", "")
     yield from heads("strategy", *HEADINGS)
@@ -212,32 +212,32 @@ def strategy_row(label: str, study: Study, name: str) -> str:
     return line(label + fits, *figures, *times)
 
 
-def curves(config: RunConfig, layout: Layout, title: Literal["alpha", "C_max"]) -> Iterator[str]:
+def curves(setup: Setup, layout: Layout, title: Literal["alpha", "C_max"]) -> Iterator[str]:
     """Yields a table of the paper's engine by alpha or C_max."""
-    engine = replace(config.engine, strategy="paper")
+    engine = replace(setup.engine, strategy="paper")
     if title == "alpha":
         runs = {f"{alpha:g}": replace(engine, alpha=alpha) for alpha in ALPHAS}
     else:
-        matrix_mib = max(map(prod, matrix_shapes(config))) * config.exchange_bytes / 2**20
+        matrix_mib = max(map(prod, matrix_shapes(setup))) * setup.exchange_bytes / 2**20
         sizes = [count * matrix_mib for count in (1, 2, 4, 8)]  # micro-groups of so many of the largest matrices
         runs = {f"{size:g} MiB": replace(engine, c_max_mib=size) for size in sizes}
         runs["null"] = engine
-    yield from ("", f"## {title} on {config.gpus} GPUs, with the recipe's batch; theirs: not at hand", "")
+    yield from ("", f"## {title} on {setup.gpus} GPUs, with the recipe's batch; theirs: not at hand", "")
     yield from heads(title, *HEADINGS[:3], "busiest owner's bytes / even", "micro-groups", "fullest GPU, GiB")
     for value, tried in runs.items():
-        yield line(value, *planned(with_strategy(replace(config, engine=tried), "paper"), layout))
+        yield line(value, *planned(with_strategy(replace(setup, engine=tried), "paper"), layout))
 
 
-def planned(config: RunConfig, layout: Layout) -> Iterator[str]:
+def planned(setup: Setup, layout: Layout) -> Iterator[str]:
     """Yields the figures of a row in `curves`."""
-    plan = plan_unbounded(config, layout)
-    result = simulate_plan(config, layout, plan)
+    plan = plan_unbounded(setup, layout)
+    result = simulate_plan(setup, layout, plan)
     yield f"{1e3 * result.optimizer_s:.1f}"
     yield f"{result.iteration_s:.3f}"
     yield f"{balance(plan).grid:.3f}"
-    yield f"{communication(config, layout, plan).dp_byte_balance:.2f}"
+    yield f"{communication(setup, layout, plan).dp_byte_balance:.2f}"
     yield f"{len(plan.groups)}"
-    yield f"{plan_memory(config, layout, plan).total / GIB:.1f}"
+    yield f"{plan_memory(setup, layout, plan).total / GIB:.1f}"
 
 
 def heads(*names: str) -> Iterator[str]:

@@ -14,14 +14,14 @@ from optimizer_rows import Kernels, StepRow
 
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.overrides import override_text
+from canzona_cli.config.resolve import fill
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.memory import estimate
 from canzona_cli.core.errors import ConfigError, Problem
-from canzona_cli.core.reading import LARGEST_YAML, Unreadable, parse_yaml, read_plain
-from canzona_cli.core.setup import ClusterConfig, Dispatcher, Layout, RunConfig
-from canzona_cli.core.simulate.possible import fill
+from canzona_cli.core.reading import LARGEST_YAML, Damaged, Unreadable, parse, parse_yaml, read_plain
+from canzona_cli.core.setup import ClusterConfig, Dispatcher, Layout
 from canzona_cli.core.simulate.predict import simulate_run
 from canzona_cli.core.simulate.search import candidates
-from canzona_cli.records.codec import Damaged, parse
 
 ROWS = Path(__file__).with_name("published.yaml")
 
@@ -220,7 +220,7 @@ def run_of(series: Series, shape: Shape, gpus: int) -> tuple[RunConfig, Layout]:
         **{f"cluster.{name}": value for name, value in series.cluster.items()},
     }
     config = compose_run([f"{key}={override_text(value)}" for key, value in overrides.items()], training=False).config
-    (candidate,) = candidates(config)
+    (candidate,) = candidates(config.setup)
     return fill(config, candidate.layout), candidate.layout
 
 
@@ -288,7 +288,7 @@ def _row(series: Series, shape: Shape, gpus: int, profile: Mapping[str, float]) 
     return Row(
         gpus=gpus,
         measured_s=series.step_s[gpus],
-        predicted_s=simulate_run(config, layout, None).iteration_s,
+        predicted_s=simulate_run(config.setup, layout, None).iteration_s,
         memory_bytes=series.memory_bytes.get(gpus),
-        predicted_bytes=estimate(config, layout).total,
+        predicted_bytes=estimate(config.setup, layout).total,
     )

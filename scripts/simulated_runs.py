@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from typing import get_args
 
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.resolve import resolve
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import DoesNotFit
-from canzona_cli.core.setup import FastPath, Layout, RunConfig
-from canzona_cli.core.simulate.fit import resolve
+from canzona_cli.core.setup import FastPath, Layout
 
 VERIFIED = f"cluster.verified=[{','.join(get_args(FastPath))}]"
 """The override with which plans for GPUs may choose every fast path; without it, they are as shipped."""

@@ -3,11 +3,11 @@
 from dataclasses import replace
 from typing import Literal, get_args
 
+from canzona_cli.config.schema import DataConfig, RunConfig
 from canzona_cli.core.model.matrices import Matrix
 from canzona_cli.core.setup import (
     AdamWConfig,
     ClusterConfig,
-    DataConfig,
     EngineConfig,
     FastPath,
     Layout,
@@ -16,7 +16,6 @@ from canzona_cli.core.setup import (
     ParallelConfig,
     Precision,
     Recompute,
-    RunConfig,
     Strategy,
     TrainConfig,
 )

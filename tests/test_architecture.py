@@ -12,27 +12,30 @@ ROOT = Path(canzona_cli.__file__).parent
 PACKAGE = ROOT.name
 LAYERS = (
     ("__main__",),
-    ("app",),
-    ("commands",),
-    ("report", "bench", "calibrate"),
+    ("cli",),
+    ("bench",),
     ("launch",),
-    ("training", "trackers", "huggingface", "torch_dist", "library"),
+    ("training", "library", "optimizers"),
     ("checkpoint",),
-    ("engine",),
-    ("megatron",),
-    ("cluster",),
-    ("simulate",),
-    ("planner", "data"),
-    ("costs",),
-    ("model", "run"),
+    ("data",),
+    ("records",),
     ("config",),
-    ("optimizers",),
-    ("errors", "fields"),
+    ("core.api",),
+    ("core.engine",),
+    ("core.megatron",),
+    ("core.simulate",),
+    ("core.planner",),
+    ("core.costs",),
+    ("core.model", "core.host", "core.phases"),
+    ("core.setup",),
+    ("core.optimizers",),
+    ("core.reading",),
+    ("core.errors", "core.fields"),
 )
 """Top to bottom. An import goes down, or sideways without return."""
 USES_TORCH = {
-    *("bench", "calibrate", "training", "library", "huggingface", "torch_dist"),
-    *("checkpoint", "engine", "megatron", "optimizers"),
+    *("bench", "training", "library", "checkpoint"),
+    *("core.api", "core.engine", "core.megatron", "core.optimizers"),
 }
 """Rooms that may import torch and Megatron; in all others planning, help and reports come at once."""
 HEAVY = {"torch", "megatron"}
@@ -63,13 +66,15 @@ def our_module(name: str) -> str:
 
 
 def room(module: str) -> str:
-    """The folder below the package, or the module itself where it lies in none."""
-    return module.split(".")[1] if "." in module else "app"
+    """The folder below the package, and below its core; or the module itself where it lies in none."""
+    _, top, *below = [*module.split("."), ""]
+    return f"core.{below[0]}" if top == "core" else top
 
 
 DEPENDENCIES = {
     module: {our_module(name) for name in imported(module) if name.split(".")[0] == PACKAGE} - {module, PACKAGE}
     for module in TREES
+    if module not in (PACKAGE, f"{PACKAGE}.core")
 }
 ARROWS = {
     (room(module), room(used)): (module, used)
@@ -83,7 +88,20 @@ ARROWS = {
 def test_every_room_has_a_layer() -> None:
     layered = [name for layer in LAYERS for name in layer]
     assert len(layered) == len(set(layered))
-    assert {room(module) for module in TREES} == set(layered)
+    assert {room(module) for module in DEPENDENCIES} == set(layered)
+
+
+def test_core_imports_nothing_of_the_launcher() -> None:
+    """The engine, its plans and the simulator get a `Setup`; where a recipe, a record or a checkpoint lies is none of
+    their business."""
+    wrong = {
+        (module, used)
+        for module, targets in DEPENDENCIES.items()
+        for used in targets
+        if room(module).startswith("core.") and not room(used).startswith("core.")
+    }
+    assert wrong == set()
+    assert len([module for module in DEPENDENCIES if room(module).startswith("core.")]) > 50
 
 
 def test_imports_go_down_the_layers_or_sideways_without_return() -> None:
@@ -109,7 +127,7 @@ def test_only_rooms_that_run_models_import_torch() -> None:
     wrong = {
         (module, name)
         for module in TREES
-        if room(module) not in USES_TORCH
+        if module in DEPENDENCIES and room(module) not in USES_TORCH
         for name in imported(module)
         if name.split(".")[0] in HEAVY
     }
@@ -118,13 +136,13 @@ def test_only_rooms_that_run_models_import_torch() -> None:
 
 def test_facts_of_optimizers_need_no_torch() -> None:
     """Rooms without torch ask for facts alone, and modules of facts ask nothing but facts."""
-    facts = {module for module in TREES if room(module) == "optimizers" and module.endswith("facts")}
-    askers = facts | {module for module in TREES if room(module) not in USES_TORCH}
+    facts = {module for module in TREES if room(module) == "core.optimizers" and module.endswith("facts")}
+    askers = facts | {module for module in DEPENDENCIES if room(module) not in USES_TORCH}
     wrong = {
         (module, used)
         for module in askers
         for used in DEPENDENCIES[module] - facts
-        if room(used) == "optimizers" and used != "canzona_cli.core.optimizers"
+        if room(used) == "core.optimizers" and used != "canzona_cli.core.optimizers"
     }
     heavy = {(module, name) for module in facts for name in imported(module) if name.split(".")[0] in HEAVY}
     assert wrong | heavy == set()
@@ -135,7 +153,7 @@ def test_optimizers_import_nothing_of_ours_but_the_types_of_settings() -> None:
         (module, used)
         for module, targets in DEPENDENCIES.items()
         for used in targets
-        if room(module) == "optimizers" != room(used) != "fields"
+        if room(module) == "core.optimizers" != room(used) != "core.fields"
     }
     assert outside == set()
 
@@ -146,7 +164,7 @@ def test_home_directories_are_expanded_in_one_place() -> None:
         module
         for module, tree in TREES.items()
         for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and node.attr == "expanduser" and module != f"{PACKAGE}.config.reading"
+        if isinstance(node, ast.Attribute) and node.attr == "expanduser" and module != f"{PACKAGE}.core.reading"
     }
     assert wrong == set()
 
@@ -155,7 +173,7 @@ def test_private_names_of_megatron_are_used_in_one_room() -> None:
     """Names that are imported, and attributes of imported modules and classes."""
     found = set()
     for module, tree in TREES.items():
-        if room(module) == "megatron":
+        if room(module) == "core.megatron":
             continue
         names = {name for name in imported(module) if name.split(".")[0] == "megatron"}
         found |= {(module, name) for name in names if any(part.startswith("_") for part in name.split("."))}

@@ -16,7 +16,7 @@ from canzona_cli.core.planner.make import make_plan, plan_unbounded
 from canzona_cli.core.planner.measures import padding_fraction
 from canzona_cli.core.planner.memory import plan_memory
 from canzona_cli.core.planner.plan import Plan
-from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.core.setup import Layout, Setup
 from canzona_cli.core.setup.execution import AnyStrategy, splitting_of, with_strategy, with_tp_mode
 from canzona_cli.core.simulate.predict import simulate_plan, workload_without_plan
 from canzona_cli.core.simulate.step import StrategyResult, simulate
@@ -58,7 +58,7 @@ class MegatronComparison:
     """The costs of Megatron's optimizers and of canzona's plan."""
 
     run: MegatronRun
-    config: RunConfig
+    setup: Setup
     layout: Layout
     plan: Plan
     adamw: Cost
@@ -92,8 +92,8 @@ class MegatronComparison:
         return {
             "version": 1,
             "file": str(run.path),
-            "cluster": self.config.cluster.name,
-            "gpus": self.config.gpus,
+            "cluster": self.setup.cluster.name,
+            "gpus": self.setup.gpus,
             "layout": asdict(self.layout.mesh),
             "optimizer": run.optimizer,
             "muon_tp_mode": run.tp_mode,
@@ -113,9 +113,7 @@ class MegatronComparison:
         }
 
 
-def compare_with_megatron(
-    run: MegatronRun, config: RunConfig, layout: Layout, command: Sequence[str]
-) -> MegatronComparison:
+def compare_with_megatron(run: MegatronRun, setup: Setup, layout: Layout, command: Sequence[str]) -> MegatronComparison:
     """Simulates a step of Megatron's training loop with Megatron's optimizers and with canzona's engine.
     Optimizers that do not fit in memory are simulated too.
 
@@ -125,43 +123,43 @@ def compare_with_megatron(
     Raises:
         ConfigError: see `make_plan` and `simulate`.
     """
-    cluster = config.cluster
+    cluster = setup.cluster
     overlapped = replace(
         cluster,
         tp_overlap=cluster.tp_overlap or run.tp_overlap,
         dispatch_overlap=cluster.dispatch_overlap or run.dispatch_overlap,
     )
-    config = replace(config, cluster=overlapped)
+    setup = replace(setup, cluster=overlapped)
     try:
-        plan = make_plan(config, layout)
+        plan = make_plan(setup, layout)
     except DoesNotFit:
-        plan = plan_unbounded(config, layout)
-    memory_bytes = plan_memory(config, layout, plan).total
+        plan = plan_unbounded(setup, layout)
+    memory_bytes = plan_memory(setup, layout, plan).total
     return MegatronComparison(
         run=run,
-        config=config,
+        setup=setup,
         layout=layout,
         plan=plan,
-        adamw=_cost(config, layout, "adamw", ()),
-        muon=_muon(run, config, layout),
+        adamw=_cost(setup, layout, "adamw", ()),
+        muon=_muon(run, setup, layout),
         canzona=Cost(
             strategy="canzona",
-            result=simulate_plan(config, layout, plan),
+            result=simulate_plan(setup, layout, plan),
             memory_bytes=memory_bytes,
-            fits=memory_bytes <= capacity(config),
+            fits=memory_bytes <= capacity(setup),
             padding=padding_fraction(plan.buckets),
         ),
         command=tuple(command),
     )
 
 
-def _muon(run: MegatronRun, config: RunConfig, layout: Layout) -> Cost:
+def _muon(run: MegatronRun, setup: Setup, layout: Layout) -> Cost:
     strategy: AnyStrategy = "layerwise" if run.distributed or run.optimizer == "adamw" else "sc"
-    config = with_tp_mode(config, "distributed" if run.tp_mode == "distributed" else "duplicated")
-    members = matrices_of(config.model, layout, splitting_of(with_strategy(config, strategy)))
+    setup = with_tp_mode(setup, "distributed" if run.tp_mode == "distributed" else "duplicated")
+    members = matrices_of(setup.model, layout, splitting_of(with_strategy(setup, strategy)))
     if run.optimizer == "muon" and run.tp_mode == "blockwise":
         members = tuple(_fragment(matrix, layout.tp) for matrix in members)
-    return _cost(config, layout, strategy, members)
+    return _cost(setup, layout, strategy, members)
 
 
 def _fragment(matrix: Matrix, tp: int) -> Matrix:
@@ -170,13 +168,13 @@ def _fragment(matrix: Matrix, tp: int) -> Matrix:
     return replace(matrix, rows=rows, cols=cols, shard_dim=None)
 
 
-def _cost(config: RunConfig, layout: Layout, strategy: AnyStrategy, members: Sequence[Matrix]) -> Cost:
-    workload = workload_without_plan(config, layout, strategy, members)
-    memory_bytes = estimate(with_strategy(config, strategy), layout).total
+def _cost(setup: Setup, layout: Layout, strategy: AnyStrategy, members: Sequence[Matrix]) -> Cost:
+    workload = workload_without_plan(setup, layout, strategy, members)
+    memory_bytes = estimate(with_strategy(setup, strategy), layout).total
     return Cost(
         strategy=strategy,
-        result=simulate(config, layout, workload),
+        result=simulate(setup, layout, workload),
         memory_bytes=memory_bytes,
-        fits=memory_bytes <= capacity(config),
+        fits=memory_bytes <= capacity(setup),
         padding=padding_fraction(workload.buckets) if workload.buckets else None,
     )

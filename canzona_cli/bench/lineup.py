@@ -16,6 +16,8 @@ import psutil
 from canzona_cli.bench.results import Predicted
 from canzona_cli.config.checks import config_problems
 from canzona_cli.config.compose import Composed
+from canzona_cli.config.resolve import resolve
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.memory import GIB, MemoryEstimate, capacity, estimate
 from canzona_cli.core.errors import ConfigError, DoesNotFit, Problem, refuse
 from canzona_cli.core.model.matrices import matrix_shapes
@@ -23,9 +25,8 @@ from canzona_cli.core.phases import STRATEGIES
 from canzona_cli.core.planner.memory import plan_memory
 from canzona_cli.core.planner.plan import Plan
 from canzona_cli.core.planner.plan_file import obtain_plan
-from canzona_cli.core.setup import ClusterConfig, Execution, Layout, MomentumConfig, RunConfig
+from canzona_cli.core.setup import ClusterConfig, Execution, Layout, MomentumConfig
 from canzona_cli.core.setup.execution import AnyStrategy, strategy_of, with_strategy
-from canzona_cli.core.simulate.fit import resolve
 from canzona_cli.core.simulate.predict import predict
 from canzona_cli.records.words import plural
 
@@ -54,7 +55,7 @@ class Entrant:
 
     @property
     def strategy(self) -> AnyStrategy:
-        return strategy_of(self.config)
+        return strategy_of(self.config.setup)
 
     @property
     def tensor_bytes(self) -> int | None:
@@ -66,13 +67,13 @@ class Entrant:
         """A key that is equal for strategies that compute the same updates of the same matrices."""
         if self.strategy == "adamw":
             return "adamw"
-        return "+".join(f"{rows}x{cols}" for rows, cols in matrix_shapes(self.config))
+        return "+".join(f"{rows}x{cols}" for rows, cols in matrix_shapes(self.config.setup))
 
     @cached_property
     def predicted(self) -> Predicted:
         """The simulator's prediction. If the profile does not have a number of cores, CPU ranks share the
         cores of this machine."""
-        prediction = predict(self.config, self.layout, self.plan)
+        prediction = predict(self.config.setup, self.layout, self.plan)
         return Predicted(
             iteration_s=prediction.iteration_s,
             optimizer_s=prediction.optimizer_s,
@@ -140,7 +141,7 @@ def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, ste
         schedule=base.schedule.complete(base.train.steps),
         train=replace(base.train, steps=steps, eval_interval=0),
     )
-    resolved, layout = resolve(with_strategy(base, names[0]))
+    resolved, layout = resolve(_following(base, names[0]))
     if not {"train", "train.global_batch_size", "train.batch_tokens"} & composed.explicit:
         resolved, layout = resolve(_small_batch(base, composed.explicit, resolved, layout))
         notes.append(
@@ -150,7 +151,7 @@ def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, ste
     prepared: list[Entrant] = []
     for name in names:
         try:
-            prepared.append(entrant(with_strategy(resolved, name), layout, name))
+            prepared.append(entrant(_following(resolved, name), layout, name))
         except DoesNotFit as error:
             if strategies is not None or not prepared:
                 raise
@@ -173,7 +174,7 @@ def make_sittings(line_up: LineUp, available_bytes: int | None) -> tuple[Sitting
     def fits(members: Sequence[Entrant]) -> bool:
         needed = sum(member.state_bytes for member in members)
         needed += max(member.transient_bytes for member in members)
-        if needed > capacity(reference.config):
+        if needed > capacity(reference.config.setup):
             return False
         # The reserved memory of a CPU rank holds Python, torch and megatron-core.
         per_rank = needed + int(reference.config.cluster.reserved_gib * GIB)
@@ -198,6 +199,11 @@ def available_bytes(cluster: ClusterConfig) -> int | None:
     return int(psutil.virtual_memory().available) if cluster.device == "cpu" else None
 
 
+def _following(config: RunConfig, strategy: AnyStrategy) -> RunConfig:
+    """Returns the configuration with another strategy."""
+    return config.with_setup(with_strategy(config.setup, strategy))
+
+
 def _possible_strategies(
     config: RunConfig, strategies: Sequence[AnyStrategy] | None, notes: list[str]
 ) -> list[AnyStrategy]:
@@ -211,7 +217,7 @@ def _possible_strategies(
     possible: list[AnyStrategy] = []
     problems: list[Problem] = []
     for name in names:
-        obstacles = config_problems(with_strategy(config, name))
+        obstacles = config_problems(_following(config, name))
         if not obstacles:
             possible.append(name)
         elif strategies is not None:
@@ -236,7 +242,7 @@ def _with_common_splitting(config: RunConfig, names: Sequence[AnyStrategy], note
     layerwise and sc split only q, k and v. Other strategies may split more weights, and would then update
     different matrices.
     """
-    shapes = {matrix_shapes(with_strategy(config, name)) for name in names if name != "adamw"}
+    shapes = {matrix_shapes(with_strategy(config.setup, name)) for name in names if name != "adamw"}
     if len(shapes) < 2:
         return config
     limited = [name for name in names if name in ("layerwise", "sc")]
@@ -257,7 +263,7 @@ def _with_common_form(config: RunConfig, names: Sequence[AnyStrategy], *, form_s
         changed or explained.
     """
     optimizer = config.optimizer
-    megatron = [name for name in names if name != "adamw" and not with_strategy(config, name).execution.ours]
+    megatron = [name for name in names if name != "adamw" and not with_strategy(config.setup, name).execution.ours]
     if not isinstance(optimizer, MomentumConfig) or optimizer.form == "standard" or not megatron:
         return config, ""
     listed = " and ".join(megatron)
@@ -291,16 +297,16 @@ def entrant(config: RunConfig, layout: Layout, name: str) -> Entrant:
     Raises:
         DoesNotFit: the run needs more memory than the hardware profile provides.
     """
-    obtained = obtain_plan(config, layout)
+    obtained = obtain_plan(config.setup, layout)
     if obtained is None:
-        estimated = estimate(config, layout)
+        estimated = estimate(config.setup, layout)
         if not estimated.fits:
             raise DoesNotFit(_too_large(config, name, estimated))
         plan = None
         state, total = estimated.state, estimated.total
     else:
         plan = obtained.plan
-        memory = plan_memory(config, layout, plan)
+        memory = plan_memory(config.setup, layout, plan)
         state = sum(memory.parts[part] for part in PLANNED_STATE) + memory.buffers.lasting
         total = memory.total
     transient = max(0, total - state)

@@ -15,11 +15,11 @@ from canzona_cli.bench.results import BenchResult, Machine, Measured, StrategyBe
 from canzona_cli.bench.sitting import BenchFiles, Turns, read_samples, summarise
 from canzona_cli.config.compose import Composed, compose_run, dump_resolved
 from canzona_cli.config.profiles import profile_warnings
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.machine import machine_facts
 from canzona_cli.core.costs.sharing import mode_warnings
 from canzona_cli.core.errors import Problem, collect_problems, refuse, write_error
 from canzona_cli.core.host import cores
-from canzona_cli.core.setup import RunConfig
 from canzona_cli.core.setup.execution import AnyStrategy, has_tp_modes
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.launch import preflight
@@ -96,7 +96,7 @@ def prepare(
         warnings=(
             *_warnings_of_run(composed, lined_up),
             *profile_warnings(composed.config.cluster),
-            *mode_warnings(lined_up.reference.config, lined_up.reference.layout),
+            *mode_warnings(lined_up.reference.config.setup, lined_up.reference.layout),
             *_ignored_warnings(composed),
         ),
     )
@@ -105,7 +105,7 @@ def prepare(
 def _warnings_of_run(composed: Composed, lined_up: LineUp) -> list[str]:
     """Returns the warnings about the user's settings. `engine.muon_tp_mode` has an effect if any strategy of the bench
     has modes, even if that of the recipe does not."""
-    used = any(has_tp_modes(entrant.config) for entrant in lined_up.strategies)
+    used = any(has_tp_modes(entrant.config.setup) for entrant in lined_up.strategies)
     return [text for text in composed.warnings if not (used and text.startswith("engine.muon_tp_mode is ignored"))]
 
 

@@ -13,13 +13,15 @@ from types import MappingProxyType
 
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.overrides import key_of
+from canzona_cli.config.remembered import RememberedLayouts
+from canzona_cli.config.resolve import resolve
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import ConfigError, DoesNotFit, Problem, refuse
 from canzona_cli.core.phases import STRATEGIES
 from canzona_cli.core.planner.make import plannable
-from canzona_cli.core.setup import Device, RunConfig
+from canzona_cli.core.setup import Device
 from canzona_cli.core.setup.execution import AnyStrategy
 from canzona_cli.core.simulate.compare import Study, assumptions, study_run
-from canzona_cli.core.simulate.fit import resolve
 from canzona_cli.core.simulate.predict import with_cores
 from canzona_cli.core.simulate.search import LayoutResult, fastest_with
 
@@ -233,18 +235,20 @@ def _config(recipe: str, gpus: int, overrides: Sequence[str], recipes_dirs: Sequ
     """Returns the resolved run on `gpus` GPUs with strategy canzona. If the profile does not have a number of
     cores, CPU ranks share the cores of this machine."""
     composed = compose_run([f"recipe={recipe}", f"gpus={gpus}", *overrides], recipes_dirs=recipes_dirs, training=False)
-    config, _ = plannable(composed.config)
-    return with_cores(replace(config, engine=replace(config.engine, strategy="canzona")))
+    setup, _ = plannable(composed.config.setup)
+    setup = with_cores(replace(setup, engine=replace(setup.engine, strategy="canzona")))
+    return composed.config.with_setup(setup)
 
 
 def _cell(config: RunConfig, gpus: int) -> SimulatedCell:
     try:
-        study = study_run(*resolve(config))
+        resolved, layout = resolve(config)
+        study = study_run(resolved.setup, layout)
     except DoesNotFit as error:
         return _impossible(config.name, gpus, error)
     yardsticks: dict[str, LayoutResult | None] = {}
     for name in YARDSTICKS:
-        yardsticks[name] = fastest_with(config, name, study.layout)
+        yardsticks[name] = fastest_with(config.setup, name, study.layout, RememberedLayouts.of(config))
     return SimulatedCell(recipe=config.name, gpus=gpus, study=study, yardsticks=yardsticks)
 
 

@@ -35,7 +35,7 @@ from canzona_cli.checkpoint.manifest import (
 )
 from canzona_cli.checkpoint.shard_file import write_shard
 from canzona_cli.core.errors import Problem, SaveFailed
-from canzona_cli.records.codec import parse
+from canzona_cli.core.reading import parse
 from canzona_cli.records.files import sync_folder
 
 _POLL_S: Final = 0.02

@@ -31,12 +31,13 @@ from canzona_cli.checkpoint.verify import (
     verify_file,
 )
 from canzona_cli.config.compose import load_resolved
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import CanzonaError, CheckpointInvalid, ConfigError, Problem, refuse
 from canzona_cli.core.model.families import EMBEDDING, OUTPUT, family_of
 from canzona_cli.core.model.geometry import whole_shape
 from canzona_cli.core.optimizers.facts import MOMENTS, MOMENTUM
 from canzona_cli.core.optimizers.muon_facts import DISTRUSTED, STANDARD_STEPS
-from canzona_cli.core.setup import ModelConfig, RunConfig
+from canzona_cli.core.setup import ModelConfig
 from canzona_cli.records.codec import load
 from canzona_cli.records.corpus import DATA_FILE, DataPlan
 

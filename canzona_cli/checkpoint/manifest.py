@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from canzona_cli.core.fields import Count, CountOrZero, Finite, Range, Ranks
-from canzona_cli.records.codec import other_version, parse
+from canzona_cli.core.reading import other_version, parse
 
 FORMAT: Final = "canzona-checkpoint"
 VERSION: Final = 2

@@ -67,7 +67,7 @@ def restore(trainee: Trainee, folder: Path, manifest: Manifest, *, weights_only:
         CheckpointInvalid: the checkpoint lacks state that the run needs, or has state that cannot be used.
             All ranks raise this together.
     """
-    world, config = trainee.world, trainee.config
+    world, config = trainee.world, trainee.setup
     with raise_on_all_ranks(world, folder):
         refuse(limit_problems(content_problems(folder, manifest, config.model)), CheckpointInvalid)
     with raise_on_all_ranks(world, folder), Reader(folder, manifest, config.model) as reader:
@@ -243,7 +243,7 @@ def load_weights(model: Model, folder: Path, manifest: Manifest) -> None:
         CheckpointInvalid: the manifest does not match the model, or a weight is not stored or not finite. All
             ranks raise this together.
     """
-    world, config = model.world, model.config.model
+    world, config = model.world, model.setup.model
     with raise_on_all_ranks(world, folder):
         refuse(limit_problems(content_problems(folder, manifest, config)), CheckpointInvalid)
         with Reader(folder, manifest, config) as reader:

@@ -130,7 +130,7 @@ class Snapshots:
         changed = torch.full((1,), float(holding != self._holding), device=self._trainee.world.device)
         torch.distributed.all_reduce(changed, op=torch.distributed.ReduceOp.MAX)
         if any(self._trainee.timer.read(changed)):
-            self._writers = assign_writers(gather(holding, Holding), self._trainee.config.model)
+            self._writers = assign_writers(gather(holding, Holding), self._trainee.setup.model)
             self._holding = holding
         return self._writers
 
@@ -149,7 +149,7 @@ class Snapshots:
         training for longer."""
         pinned = self._trainee.world.device.type == "cuda"
         if pinned:
-            ranks = self._trainee.world.world_size // (self._trainee.config.cluster.nodes or 1)
+            ranks = self._trainee.world.world_size // (self._trainee.setup.cluster.nodes or 1)
             allocated = sum(buffer.nbytes for buffer in self._buffers.values())
             pinned = allocated + tensor.nbytes <= PINNED_SHARE * psutil.virtual_memory().total / ranks
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
@@ -168,7 +168,7 @@ class MasterPiece:
 def master_pieces(trainee: Trainee) -> list[MasterPiece]:
     """Returns the masters of this rank, divided into pieces of units. The matrices that it hosts are not
     included."""
-    world, model = trainee.world, trainee.config.model
+    world, model = trainee.world, trainee.setup.model
     pieces = []
     for item in megatron_masters(trainee.optimizer, trainee.chunks):
         tp, rank = world.cut(item.parameter, model)
@@ -194,7 +194,7 @@ def _piece(block: Block, start: int, end: int) -> Piece:
 
 def _pieces(trainee: Trainee) -> Iterator[_Contents]:
     """Yields the masters and the elementwise state of `master_pieces`."""
-    model = trainee.config.model
+    model = trainee.setup.model
     # With tied embeddings the last stage has a copy of the embedding, but the first stage writes it.
     skipped_unit = None if trainee.world.is_first_stage or not model.tied_embeddings else EMBEDDING
     for item in master_pieces(trainee):

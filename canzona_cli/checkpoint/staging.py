@@ -14,8 +14,9 @@ from typing import Final
 from canzona_cli.checkpoint.commit import abandon, begin, finish, write_part
 from canzona_cli.checkpoint.manifest import Header, Progress, Shard
 from canzona_cli.config.compose import dump_resolved
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import ConfigError, EnvironmentProblem, Problem, SaveFailed, write_error
-from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.core.setup import Layout
 from canzona_cli.data.locks import Busy, exclusive_lock
 from canzona_cli.records.files import RunFiles, sync_folder
 

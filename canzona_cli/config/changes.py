@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 from canzona_cli.config.overrides import override_text
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import leaves, settings_affecting
 from canzona_cli.core.errors import Problem
 from canzona_cli.core.fields import CURVE, MODEL, OPTIMIZER, SPREAD
-from canzona_cli.core.setup import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,14 +7,16 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import get_args
 
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.secrets import safety_problems
-from canzona_cli.config.settings import settings, with_own_values
+from canzona_cli.config.settings import settings
 from canzona_cli.config.source_class import source_problem
 from canzona_cli.core.errors import Problem
 from canzona_cli.core.reading import expanded
-from canzona_cli.core.setup import STANDARD_ONLY, Collective, CustomConfig, Execution, MomentumConfig, RunConfig
+from canzona_cli.core.setup import STANDARD_ONLY, Collective, CustomConfig, Execution, MomentumConfig
 from canzona_cli.core.setup.execution import RELEASED_TP_MODES, has_tp_modes
 from canzona_cli.core.setup.layout_rules import layout_problems
+from canzona_cli.core.setup.problems import with_own_values
 
 BYTE_TOKENIZER_IDS = 257
 """The number of ids of the byte tokenizer: 256 bytes and an end-of-document token."""
@@ -31,7 +33,7 @@ def config_problems(config: RunConfig, *, training: bool = True) -> list[Problem
     """
     problems = [
         *_value_problems(config),
-        *layout_problems(config),
+        *layout_problems(config.setup),
         *_schedule_problems(config),
         *(_engine_problems(config) if training else ()),
         *(_custom_optimizer_problems(config) if training else ()),
@@ -109,7 +111,7 @@ def _engine_problems(config: RunConfig) -> Iterator[Problem]:
     if isinstance(optimizer, MomentumConfig) and optimizer.form == "gram" and optimizer.coefficients in STANDARD_ONLY:
         reason = f"is numerically unstable with optimizer.coefficients={optimizer.coefficients}"
         yield Problem("optimizer.form", reason, "use optimizer.form=auto, or optimizer.coefficients=quintic")
-    if config.engine.muon_tp_mode not in RELEASED_TP_MODES and has_tp_modes(config):
+    if config.engine.muon_tp_mode not in RELEASED_TP_MODES and has_tp_modes(config.setup):
         reason = "is a mode of Megatron-LM's main branch, which Megatron-core 0.19 cannot run"
         fix = f"use {' or '.join(RELEASED_TP_MODES)}; `canzona plan` shows the simulated time of all modes"
         yield Problem("engine.muon_tp_mode", reason, fix)

@@ -17,6 +17,7 @@ from canzona_cli.config.recipes import (
     user_recipes_dirs,
 )
 from canzona_cli.config.replaced import choose_again, drop_replaced, overruling_settings, with_rates
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.secrets import consent_problems, content_problems
 from canzona_cli.config.settings import leaves, sections, settings, tree_of
 from canzona_cli.config.tree import compose_files, with_values
@@ -24,7 +25,6 @@ from canzona_cli.config.typed import build, stand_in, type_problems
 from canzona_cli.config.unused import config_warnings, unused_problems
 from canzona_cli.core.errors import ConfigError, Problem, refuse
 from canzona_cli.core.reading import display_path, expanded, read_yaml
-from canzona_cli.core.setup import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)

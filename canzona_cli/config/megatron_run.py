@@ -8,9 +8,9 @@ from typing import Literal
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.overrides import key_of
 from canzona_cli.config.recipes import GROUPS
-from canzona_cli.config.settings import value_of
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import Problem
-from canzona_cli.core.setup import RunConfig
+from canzona_cli.core.setup.problems import value_of
 
 TpMode = Literal["blockwise", "duplicated", "distributed"]
 

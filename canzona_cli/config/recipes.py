@@ -12,7 +12,7 @@ from canzona_cli.core.errors import ConfigError, EnvironmentProblem, Problem, cl
 from canzona_cli.core.reading import display_path, expanded, read_yaml
 
 if TYPE_CHECKING:
-    from canzona_cli.core.setup import RunConfig
+    from canzona_cli.config.schema import RunConfig
 
 RECIPES_DIR_VARIABLE = "CANZONA_RECIPES_DIR"
 GROUPS = ("recipe", "model", "optimizer", "engine", "cluster", "data")

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Final
 
 from canzona_cli.config.overrides import Overrides
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import leaves
 from canzona_cli.core.errors import ConfigError, Problem
 from canzona_cli.core.reading import read_yaml
-from canzona_cli.core.setup import OPTIMIZERS, RunConfig, ScheduleConfig
+from canzona_cli.core.setup import OPTIMIZERS, ScheduleConfig
 
 CHOSEN: Final = (
     *("parallel.tp", "parallel.pp", "parallel.vpp", "parallel.cp", "parallel.ep", "parallel.sequence_parallel"),

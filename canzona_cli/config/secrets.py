@@ -14,8 +14,9 @@ from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import Problem
-from canzona_cli.core.setup import CustomConfig, RunConfig
+from canzona_cli.core.setup import CustomConfig
 
 HIDDEN = "***"
 

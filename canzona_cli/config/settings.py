@@ -1,14 +1,14 @@
 """The table of all settings, derived from the schema: dotted keys, types, defaults and annotations."""
 
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from canzona_cli.core.errors import Problem
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.fields import Affects, Example, Range
-from canzona_cli.core.setup import OPTIMIZERS, RunConfig
+from canzona_cli.core.setup import OPTIMIZERS
 
 Kind = Literal["integer", "number", "boolean", "text", "choice", "list", "mapping", "other"]
 
@@ -95,27 +95,6 @@ def mapping_key(key: str) -> str | None:
     return next(
         (name for name, known in settings().items() if known.kind == "mapping" and key.startswith(f"{name}.")), None
     )
-
-
-def problem_with(config: RunConfig, key: str, reason: str, fix: str = "") -> Problem:
-    """Returns a problem with a setting, including the setting's value in this run."""
-    return Problem(key, reason, fix, value=value_of(config, key))
-
-
-def value_of(config: RunConfig, key: str) -> object:
-    """Returns a run's value of the setting with this dotted key."""
-    value: object = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
-
-
-def with_own_values(config: RunConfig, problems: Iterable[Problem]) -> list[Problem]:
-    """Returns the problems, with the run's value of the setting filled in where a problem has no value."""
-    return [
-        problem_with(config, problem.key, problem.reason, problem.fix) if problem.value is None else problem
-        for problem in problems
-    ]
 
 
 @cache

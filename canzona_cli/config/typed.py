@@ -9,13 +9,14 @@ from typing import get_type_hints
 from pydantic import ValidationError
 
 from canzona_cli.config.recipes import REMOVED_OPTIMIZERS
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import Setting, leaves, sections, setting_of, settings, tree_of
 from canzona_cli.config.tree import with_values
 from canzona_cli.config.unknown_keys import unknown_key
 from canzona_cli.core.errors import Problem, closest
-from canzona_cli.core.fields import bound_words
+from canzona_cli.core.fields import _BOUNDS, bound_text
 from canzona_cli.core.reading import adapter
-from canzona_cli.core.setup import OPTIMIZERS, RunConfig
+from canzona_cli.core.setup import OPTIMIZERS
 
 _EXAMPLE_OPTIONS = {
     "model": "qwen3-0.6b",
@@ -136,24 +137,6 @@ def _section_problems(
             bound = bound_text(detail["type"], detail.get("ctx", {}), entry)
             reason = f"contains {entry}, which must be {bound}" if bound else ""
             yield _bad_entry(key, inner, reason, texts, where)
-
-
-_BOUNDS = {
-    "greater_than": ("gt", "above"),
-    "greater_than_equal": ("ge", "at least"),
-    "less_than": ("lt", "below"),
-    "less_than_equal": ("le", "at most"),
-}
-"""The bound that each pydantic error type reports: pydantic's name for it, and the words used in messages."""
-
-
-def bound_text(error: str, context: Mapping[str, float], value: float) -> str:
-    """Describes the bound that a number in a list or mapping violates; returns an empty text for other
-    errors."""
-    if error not in _BOUNDS:
-        return ""
-    key, name = _BOUNDS[error]
-    return bound_words(name, context[key], value)
 
 
 def _out_of_range(setting: Setting, value: object, shown: object, in_file: str) -> Problem:

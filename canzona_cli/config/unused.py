@@ -6,10 +6,11 @@ If an ignored setting was meant to change what is trained, the run is refused; o
 from collections.abc import Iterator
 
 from canzona_cli.config.overrides import override_text
-from canzona_cli.config.settings import value_of, with_own_values
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import Problem
-from canzona_cli.core.setup import CustomConfig, Execution, FastPath, MomentumConfig, RunConfig
+from canzona_cli.core.setup import CustomConfig, Execution, FastPath, MomentumConfig
 from canzona_cli.core.setup.execution import has_tp_modes
+from canzona_cli.core.setup.problems import value_of, with_own_values
 
 _REFUSED = (
     ("train.grad_reduce_dtype", ("fp32",), "train.precision=bf16"),
@@ -154,7 +155,7 @@ def _optimizer_warnings(config: RunConfig, explicit: frozenset[str]) -> Iterator
 def _no_tp_modes(config: RunConfig) -> str:
     """Returns the reason why `engine.muon_tp_mode` has no effect on a run; empty if it has one, or may have one once
     the layout is known."""
-    if has_tp_modes(config):
+    if has_tp_modes(config.setup):
         return "with parallel.tp=1 there are no TP ranks to divide updates" if config.parallel.tp == 1 else ""
     if config.execution is Execution.ADAMW or config.optimizer.name != "muon":
         return f"optimizer is {config.optimizer.name}, and only Megatron's own Muon has such modes"

@@ -1,12 +1,15 @@
 """canzona's engine for other training loops on Megatron-core."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from canzona_cli.core.engine.agreement import agree_on_plan, agree_on_problem
 from canzona_cli.core.engine.build import build_engine
@@ -19,10 +22,13 @@ from canzona_cli.core.megatron.parallel import World, Wrapped, kind_of, world_of
 from canzona_cli.core.megatron.timers import PhaseTimer
 from canzona_cli.core.planner.make import make_plan
 from canzona_cli.core.planner.plan import Plan
-from canzona_cli.core.setup import RunConfig
-from canzona_cli.library import Caller, run_config
+from canzona_cli.core.setup import Device, Layout, Setup
 
 _LOG = logging.getLogger(__name__)
+
+
+Describe = Callable[["Caller"], tuple[Setup, Layout, Sequence[str]]]
+"""A function that describes a training loop: its setup, its layout and warnings about its settings."""
 
 
 class Engine:
@@ -36,19 +42,20 @@ class Engine:
     Args:
         optimizer_config: Megatron's configuration, with `optimizer="muon"`. Its settings for Muon, AdamW,
             clipping and schedules apply.
-        settings: Settings as on canzona's command line: `cluster` (the profile to plan for, required on
-            GPUs), the groups `engine` and `optimizer`, `train.non_finite`, and the sizes that the loop trains
-            with, `train.micro_batch_size` and `train.seq_length`. For example `Engine(config,
-            "cluster=h100-80g", "engine.mode=hosted")`.
+        describe: Returns the setup and layout of the loop's objects, and warnings. `canzona_cli.Engine` composes them
+            from settings as on the command line.
         groups: The loop's process groups; None for the groups of `megatron.core.parallel_state`.
     """
 
     def __init__(
-        self, optimizer_config: MegatronOptimizerConfig, *settings: str, groups: ProcessGroupCollection | None = None
+        self,
+        optimizer_config: MegatronOptimizerConfig,
+        describe: Describe,
+        groups: ProcessGroupCollection | None = None,
     ) -> None:
         refuse(contract.PROBLEMS, EnvironmentProblem)
-        self._megatron, self._settings, self._groups = optimizer_config, settings, groups
-        self._built: tuple[RunConfig, World, Plan, Wrapped] | None = None
+        self._megatron, self._describe, self._groups = optimizer_config, describe, groups
+        self._built: tuple[Setup, World, Plan, Wrapped] | None = None
 
     @property
     def plan(self) -> Plan:
@@ -80,16 +87,16 @@ class Engine:
             groups=groups,
             device=kind_of(device),
         )
-        config, layout, warnings = run_config(caller, self._settings)
+        setup, layout, warnings = self._describe(caller)
         if torch.distributed.get_rank() == 0:
             for warning in warnings:
                 _LOG.warning(warning)
         world = world_of(groups, layout, device)
         agree_on_problem(next(_parameter_problems(caller.models), None), Unsupported)
         fix = "train a dense decoder whose matrices the engine supports; the plan covers all of its layers"
-        plan = agree_on_plan(make_plan(config, layout), chunks, world, fix=fix)
-        wrapped = wrap_planned(chunks, config, world, plan, ddp_config)
-        self._built = config, world, plan, wrapped
+        plan = agree_on_plan(make_plan(setup, layout), chunks, world, fix=fix)
+        wrapped = wrap_planned(chunks, setup, world, plan, ddp_config)
+        self._built = setup, world, plan, wrapped
         return wrapped
 
     def optimizer(self, chunks: Wrapped, overrides: Overrides | None = None) -> CanzonaOptimizer:
@@ -104,14 +111,14 @@ class Engine:
             CanzonaError: no model is wrapped, `chunks` are not the chunks that the last `wrap` returned, or the
                 overrides or a user's own optimizer cannot be used. Raised on all ranks together.
         """
-        config, world, plan, wrapped = self._parts
+        setup, world, plan, wrapped = self._parts
         agree_on_problem(_wrapped_problem(chunks, wrapped), Unsupported)
-        assumed = config.cluster.grouped_collectives
+        assumed = setup.cluster.grouped_collectives
         if (contradiction := owner_bucket_group.find_contradiction(chunks, world, assumed=assumed)) is not None:
             _LOG.warning(contradiction)
         return build_engine(
             chunks,
-            config,
+            setup,
             world,
             plan,
             PhaseTimer(world.device),
@@ -121,7 +128,7 @@ class Engine:
         )
 
     @property
-    def _parts(self) -> tuple[RunConfig, World, Plan, Wrapped]:
+    def _parts(self) -> tuple[Setup, World, Plan, Wrapped]:
         if self._built is None:
             fix = "call wrap(chunks, ddp_config) first, in place of DistributedDataParallel"
             raise Unsupported(Problem(key="Engine", reason="it has not wrapped a model", fix=fix))
@@ -157,3 +164,19 @@ def _parameter_problems(models: Sequence[torch.nn.Module]) -> Iterator[Problem]:
         if param.dtype not in (torch.bfloat16, torch.float32) or type(param.data) is not torch.Tensor:
             reason = f"{name} is stored as {type(param.data).__name__} of {param.dtype}"
             yield Problem(key="model", reason=reason, fix="store weights in bf16 or fp32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caller:
+    """The objects of a training loop that determine a plan."""
+
+    optimizer: MegatronOptimizerConfig
+    ddp: DistributedDataParallelConfig
+    models: tuple[GPTModel, ...]
+    """The model chunks without wrappers."""
+    groups: ProcessGroupCollection
+    device: Device
+
+    @property
+    def model(self) -> TransformerConfig:
+        return self.models[0].config

@@ -7,10 +7,10 @@ settings that a plan depends on.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from enum import Flag, auto
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, get_type_hints
 
 if TYPE_CHECKING:
     from annotated_types import BaseMetadata
@@ -41,6 +41,19 @@ LAYOUT = Affects.LAYOUT
 MODEL = Affects.MODEL
 OPTIMIZER = Affects.OPTIMIZER
 PLAN = Affects.PLAN
+
+
+def affecting(effect: Affects, section: type) -> tuple[str, ...]:
+    """Returns the names of a section's settings whose changes have this effect, in the order of the schema."""
+    hints = get_type_hints(section, include_extras=True)
+    return tuple(field.name for field in fields(section) if effect in affects(section, hints[field.name]))
+
+
+def affects(section: type, hint: object) -> Affects:
+    """Returns the effects of changing the setting of a section that has this type hint."""
+    marks = getattr(hint, "__metadata__", ())
+    own = next((mark for mark in marks if isinstance(mark, Affects)), None)
+    return getattr(section, "AFFECTS", NOTHING) if own is None else own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,3 +127,21 @@ Side = Annotated[int, Range(at_least=1, at_most=1 << 24)]
 Ranks = Annotated[int, Range(at_least=1, at_most=1 << 17)]
 Precision = Literal["bf16", "fp32"]
 """A data type that a setting can choose for weights and matmuls, for sums of gradients, or for messages."""
+
+
+_BOUNDS = {
+    "greater_than": ("gt", "above"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "below"),
+    "less_than_equal": ("le", "at most"),
+}
+"""The bound that each pydantic error type reports: pydantic's name for it, and the words used in messages."""
+
+
+def bound_text(error: str, context: Mapping[str, float], value: float) -> str:
+    """Describes the bound that a number in a list or mapping violates; returns an empty text for other
+    errors."""
+    if error not in _BOUNDS:
+        return ""
+    key, name = _BOUNDS[error]
+    return bound_words(name, context[key], value)

@@ -284,3 +284,40 @@ def _create_adapter[T](kind: type[T]) -> "TypeAdapter[T]":
             del os.environ[_NO_PLUGINS]
         else:
             os.environ[_NO_PLUGINS] = previous
+
+
+_MOST_PROBLEMS: Final = 5
+
+
+class Damaged(ValueError):
+    """The error for content that does not have the expected type. The message says where and why."""
+
+
+def parse[T](kind: type[T], content: object, *, strict: bool = False) -> T:
+    """Parses a record from JSON (bytes), or from parsed JSON (dicts, lists and numbers).
+
+    Args:
+        strict: True refuses conversions between numbers and text; only for bytes.
+
+    Raises:
+        Damaged: the bytes are not JSON, or a value is missing or has the wrong type.
+    """
+    from pydantic import ValidationError
+
+    checked = adapter(kind)
+    try:
+        if isinstance(content, bytes):
+            return checked.validate_json(content, strict=strict)
+        return checked.validate_python(content)
+    except ValidationError as error:
+        problems = [
+            f"{'.'.join(map(str, detail['loc'])) or 'top level'}: {detail['msg'].lower()}"
+            for detail in error.errors(include_url=False)
+        ]
+        more = f"; and {len(problems) - _MOST_PROBLEMS} more" if len(problems) > _MOST_PROBLEMS else ""
+        raise Damaged("; ".join(problems[:_MOST_PROBLEMS]) + more) from None
+
+
+def other_version(stored: object, readable: int) -> str:
+    """Returns the reason why a file of another format version is refused, to follow the file's name."""
+    return f"was made by another version of canzona: it has format {stored!r}, this version reads format {readable}"

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from canzona_cli.config.settings import problem_with
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import CanzonaError, ConfigError, Problem, collect_problems, refuse
 from canzona_cli.core.reading import expanded
-from canzona_cli.core.setup import RunConfig
+from canzona_cli.core.setup.problems import problem_with
 from canzona_cli.data.build import BuildSettings, Progress, build_pair, disk_problem
 from canzona_cli.data.indexed import PairInfo, bin_path, inspect_pair
 from canzona_cli.data.locks import exclusive_lock, lock_path

@@ -25,8 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from canzona_cli.core.errors import ConfigError, Problem
-from canzona_cli.core.reading import Unreadable, expanded, read_plain
-from canzona_cli.records.codec import Damaged, parse
+from canzona_cli.core.reading import Damaged, Unreadable, expanded, parse, read_plain
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer

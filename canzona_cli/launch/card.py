@@ -12,10 +12,9 @@ from typing import Literal
 from canzona_cli.config.changes import curve_differences
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.recipes import builtin_recipes_dir
-from canzona_cli.core.reading import read_yaml
-from canzona_cli.core.setup import RunConfig
-from canzona_cli.core.simulate.fit import resolve
-from canzona_cli.records.codec import parse
+from canzona_cli.config.resolve import resolve
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.core.reading import parse, read_yaml
 from canzona_cli.records.corpus import PreparedCorpus
 from canzona_cli.records.summary import RunSummary
 from canzona_cli.records.words import number

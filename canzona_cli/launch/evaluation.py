@@ -11,12 +11,13 @@ from canzona_cli.checkpoint.store import StoredCheckpoint
 from canzona_cli.config.changes import shape_problems
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.overrides import key_of, text_value
-from canzona_cli.config.settings import problem_with
+from canzona_cli.config.resolve import fill
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.gpus import with_layers_here
 from canzona_cli.core.costs.memory import GIB
 from canzona_cli.core.errors import CheckpointInvalid, ConfigError, DoesNotFit, Problem, refuse
-from canzona_cli.core.setup import Layout, RunConfig
-from canzona_cli.core.simulate.possible import fill
+from canzona_cli.core.setup import Layout
+from canzona_cli.core.setup.problems import problem_with
 from canzona_cli.core.simulate.search import candidates
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.launch import preflight, torchrun
@@ -136,7 +137,7 @@ def _with_layout(config: RunConfig) -> tuple[RunConfig, Layout]:
         DoesNotFit: the forward pass fits in no layout.
     """
     config = replace(config, cluster=with_layers_here(config.cluster))
-    possible = candidates(config)
+    possible = candidates(config.setup)
     fitting = [candidate for candidate in possible if candidate.memory.forward <= candidate.memory.capacity]
     if not fitting:
         smallest = min(possible, key=lambda candidate: candidate.memory.forward).memory

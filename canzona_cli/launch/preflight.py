@@ -7,12 +7,13 @@ from contextlib import suppress
 
 import psutil
 
-from canzona_cli.config.settings import problem_with
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs import machine
 from canzona_cli.core.costs.gpus import visible_gpus
 from canzona_cli.core.costs.memory import GIB, estimate
 from canzona_cli.core.errors import EnvironmentProblem, Problem, refuse
-from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.core.setup import Layout
+from canzona_cli.core.setup.problems import problem_with
 from canzona_cli.launch.torchrun import node_count, on_one_machine, port_in_use, ranks_per_node, worker_environment
 
 
@@ -86,7 +87,7 @@ def machine_problems(config: RunConfig, layout: Layout, *, training: bool = True
     if config.cluster.device == "cuda":
         yield from list(_gpu_count_problems(config)) or _gpu_access_problems(config)
     else:
-        memory = estimate(config, layout)
+        memory = estimate(config.setup, layout)
         yield from _host_memory_problems(config, memory.total if training else memory.forward)
     if on_one_machine(config) and (obstacle := machine.loopback_problem(ranks_per_node(config))) is not None:
         reason = f"its ranks cannot meet there: {obstacle[:1].lower()}{obstacle[1:]}"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from canzona_cli.core.setup import TrackerName
+from canzona_cli.config.schema import TrackerName
 from canzona_cli.records import orphan
 from canzona_cli.records.files import RunFiles
 

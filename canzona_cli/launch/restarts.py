@@ -16,9 +16,9 @@ from pathlib import Path
 from canzona_cli.checkpoint.manifest import step_of
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.config.overrides import text_value
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import ExitCode
 from canzona_cli.core.host import tool_output
-from canzona_cli.core.setup import RunConfig
 from canzona_cli.launch.outcome import Outcome
 from canzona_cli.launch.slurm import current_step
 from canzona_cli.launch.stop import Requests, stop_outcome

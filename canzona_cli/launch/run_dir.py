@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.secrets import redact
-from canzona_cli.config.settings import problem_with
 from canzona_cli.core.costs.machine import installed_version, profile_mismatches
 from canzona_cli.core.errors import (
     CanzonaError,
@@ -30,14 +30,15 @@ from canzona_cli.core.errors import (
 from canzona_cli.core.host import existing_folder, tool_output
 from canzona_cli.core.model.matrices import Routing
 from canzona_cli.core.planner.plan import Plan
-from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.core.setup import Layout
+from canzona_cli.core.setup.problems import problem_with
 from canzona_cli.core.simulate.predict import predict
+from canzona_cli.core.simulate.prediction import Prediction
 from canzona_cli.launch.outcome import failed_outcome
 from canzona_cli.launch.resume import Resumption, choose_resumption, holds_run, next_free, resume_point, set_aside
 from canzona_cli.launch.stop import early_stop_outcome
 from canzona_cli.launch.torchrun import LaunchCommand
 from canzona_cli.launch.view import EarlierSteps
-from canzona_cli.records.breakdown import Prediction
 from canzona_cli.records.codec import read_lines, save
 from canzona_cli.records.corpus import PreparedCorpus
 from canzona_cli.records.files import RunFiles, write_json_atomic, write_text_atomic
@@ -219,7 +220,7 @@ def predict_here(config: RunConfig, layout: Layout, plan: Plan | None) -> Predic
     Args:
         plan: the plan of a strategy that executes one; None for other strategies.
     """
-    prediction = predict(config, layout, plan)
+    prediction = predict(config.setup, layout, plan)
     return replace(prediction, mismatches=profile_mismatches(config.cluster)) if prediction.calibrated else prediction
 
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from canzona_cli.config.recipes import installed_file
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import EnvironmentProblem, Problem, refuse, write_error
-from canzona_cli.core.setup import RunConfig
 from canzona_cli.launch.torchrun import node_count, ranks_per_node
 
 TEMPLATE = "train.sbatch"

@@ -17,8 +17,9 @@ from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 import psutil
 
 from canzona_cli.config.compose import dump_resolved
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import CanzonaError
-from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.core.setup import Layout
 from canzona_cli.launch import torchrun
 from canzona_cli.launch.machines import Machines
 from canzona_cli.launch.outcome import (

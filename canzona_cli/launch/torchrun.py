@@ -22,10 +22,10 @@ from pathlib import Path
 import psutil
 from packaging.version import Version
 
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.gpus import gpu_inventory
 from canzona_cli.core.costs.machine import LOOPBACK, installed_version
 from canzona_cli.core.host import cores
-from canzona_cli.core.setup import RunConfig
 from canzona_cli.records.files import RunFiles
 
 WORKER_MODULE = "canzona_cli.training.worker"

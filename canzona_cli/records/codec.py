@@ -9,51 +9,20 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from canzona_cli.core.errors import ConfigError, Problem
-from canzona_cli.core.reading import Absent, Unreadable, adapter, parse_json, read_plain
+from canzona_cli.core.reading import Absent, Damaged, Unreadable, other_version, parse, parse_json, read_plain
 from canzona_cli.records.files import json_object, write_json_atomic, write_text_atomic
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
-
-_MOST_PROBLEMS: Final = 5
-
-
-class Damaged(ValueError):
-    """The error for content that does not have the expected type. The message says where and why."""
 
 
 def record_dict(record: "DataclassInstance") -> dict[str, object]:
     """Converts a record to a dict for JSON, with its version first."""
     version = getattr(record, "VERSION", None)
     return {**({} if version is None else {"version": version}), **asdict(record)}
-
-
-def parse[T](kind: type[T], content: object, *, strict: bool = False) -> T:
-    """Parses a record from JSON (bytes), or from parsed JSON (dicts, lists and numbers).
-
-    Args:
-        strict: True refuses conversions between numbers and text; only for bytes.
-
-    Raises:
-        Damaged: the bytes are not JSON, or a value is missing or has the wrong type.
-    """
-    from pydantic import ValidationError
-
-    checked = adapter(kind)
-    try:
-        if isinstance(content, bytes):
-            return checked.validate_json(content, strict=strict)
-        return checked.validate_python(content)
-    except ValidationError as error:
-        problems = [
-            f"{'.'.join(map(str, detail['loc'])) or 'top level'}: {detail['msg'].lower()}"
-            for detail in error.errors(include_url=False)
-        ]
-        more = f"; and {len(problems) - _MOST_PROBLEMS} more" if len(problems) > _MOST_PROBLEMS else ""
-        raise Damaged("; ".join(problems[:_MOST_PROBLEMS]) + more) from None
 
 
 def save(path: Path, record: "DataclassInstance", *, indented: bool = True) -> None:
@@ -165,8 +134,3 @@ def _check_version(content: object, version: int | None) -> Mapping[str, object]
     if version is not None and stored != version:
         raise _OtherVersion(other_version(stored, version))
     return content
-
-
-def other_version(stored: object, readable: int) -> str:
-    """Returns the reason why a file of another format version is refused, to follow the file's name."""
-    return f"was made by another version of canzona: it has format {stored!r}, this version reads format {readable}"

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import leaves
 from canzona_cli.core.errors import Problem, collect_problems, refuse
 from canzona_cli.core.phases import LABELS
-from canzona_cli.core.setup import RunConfig
 from canzona_cli.records.breakdown import NOTHING_S, Breakdown
 from canzona_cli.records.files import RunFiles, read_json
 from canzona_cli.records.summary import RunSummary, holds_run, load_summary

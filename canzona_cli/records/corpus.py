@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Final
 
 from canzona_cli.config.checks import BYTE_TOKENIZER_IDS
-from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.core.setup import Layout
 from canzona_cli.records.codec import load
 from canzona_cli.records.files import RunFiles
 from canzona_cli.records.words import clean, count

@@ -9,8 +9,9 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Final
 
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import CanzonaError, ConfigError, Problem
-from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.core.setup import Layout
 from canzona_cli.records.breakdown import Breakdown, load_breakdown, load_prediction
 from canzona_cli.records.codec import JsonLines, load_if_valid, read_lines
 from canzona_cli.records.corpus import PreparedCorpus, Supply, supply

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.engine.agreement import agree_on_plan
 from canzona_cli.core.engine.build import build_engine
 from canzona_cli.core.engine.canzona_optimizer import CanzonaOptimizer
@@ -20,7 +21,7 @@ from canzona_cli.core.megatron.parallel import World
 from canzona_cli.core.megatron.timers import PhaseTimer
 from canzona_cli.core.optimizers import cpu_matmuls
 from canzona_cli.core.planner.plan import Plan
-from canzona_cli.core.setup import Execution, Layout, RunConfig
+from canzona_cli.core.setup import Execution, Layout
 from canzona_cli.records.watchdog import PATIENCE, VARIABLE
 
 
@@ -60,21 +61,21 @@ def assemble(config: RunConfig, world: World, plan: Plan | None, *, timed: bool 
     """
     refuse(contract.PROBLEMS, EnvironmentProblem)
     timer = PhaseTimer(world.device)
-    chunks = model.build_model(config, world)
+    chunks = model.build_model(config.setup, world)
     execution = config.execution
     plan = agree_on_plan(plan, chunks, world) if execution is Execution.PLANNED else None
-    wrapped = optimizer.wrap_data_parallel(chunks, config, world, plan)
+    wrapped = optimizer.wrap_data_parallel(chunks, config.setup, world, plan)
     updater: MegatronOptimizer
     if execution.ours:
-        updater = build_engine(wrapped, config, world, plan, timer)
+        updater = build_engine(wrapped, config.setup, world, plan, timer)
     else:
-        updater = optimizer.build_optimizer(wrapped, config, world)
+        updater = optimizer.build_optimizer(wrapped, config.setup, world)
     if timed:
         # canzona's optimizers report their phases to the timer themselves.
         instrument.attach(wrapped, None if isinstance(updater, CanzonaOptimizer) else updater, timer, world)
-    schedule = optimizer.build_schedule(updater, config)
+    schedule = optimizer.build_schedule(updater, config.setup)
     return Trainee(
-        config=config,
+        setup=config.setup,
         world=world,
         chunks=wrapped,
         optimizer=updater,

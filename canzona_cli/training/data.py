@@ -17,8 +17,9 @@ from megatron.core.datasets.utils import normalize
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from canzona_cli.checkpoint.manifest import BEGINNING, Progress
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.megatron.parallel import World
-from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.core.setup import Layout
 from canzona_cli.data.order import continue_plan, set_sizes
 from canzona_cli.records.corpus import DataPlan, PreparedCorpus, samples_needed
 from canzona_cli.training.sample_index import SampleIndex

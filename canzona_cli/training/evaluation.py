@@ -39,7 +39,9 @@ def evaluate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     journal = Journal(files, writes=rank == 0, watchdog=record.watchdog)
     journal.stage("build model", config.model.name)
     refuse(contract.PROBLEMS, EnvironmentProblem)
-    model = Model(config=config, world=world, chunks=build_model(config, world), timer=PhaseTimer(world.device))
+    model = Model(
+        setup=config.setup, world=world, chunks=build_model(config.setup, world), timer=PhaseTimer(world.device)
+    )
     model.timer.on_change = lambda phase: record.watchdog.progress()
     journal.stage("build data", ", ".join(str(part.prefix) for part in corpus.sets))
     validation_sets = build_validation(config, corpus, cache=config.data.cache_root / "indices")

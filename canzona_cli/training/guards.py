@@ -7,7 +7,7 @@ from typing import Final, Literal
 
 from canzona_cli.checkpoint.manifest import LossMemory
 from canzona_cli.core.errors import Diverged, Problem
-from canzona_cli.core.setup import RunConfig, TrainConfig
+from canzona_cli.core.setup import TrainConfig
 
 WINDOW = 64
 """The number of recent losses with which a new loss is compared."""
@@ -156,12 +156,13 @@ class DivergenceGuard:
     """A detector of divergence, which follows the training and validation losses of one run.
 
     Args:
+        vocab_size: the number of tokens that a prediction chooses from.
         memory: the losses that were saved in the checkpoint; `LossMemory()` in a new run.
     """
 
-    def __init__(self, config: RunConfig, memory: LossMemory) -> None:
+    def __init__(self, vocab_size: int, memory: LossMemory) -> None:
         self.memory = memory
-        self._uniform = math.log(max(2, config.model.vocab_size))
+        self._uniform = math.log(max(2, vocab_size))
         """The loss of a uniform prediction, in nats per token."""
         self._reported: set[Rule] = set()
 

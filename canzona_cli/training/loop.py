@@ -10,6 +10,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 import torch
 
 from canzona_cli.checkpoint.manifest import BEGINNING, Progress
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.engine.canzona_optimizer import CanzonaOptimizer, NonFiniteGradients
 from canzona_cli.core.errors import Diverged, Problem
 from canzona_cli.core.megatron.model import Trainee
@@ -57,6 +58,7 @@ class Start:
 class Training:
     """The training loop of one launch, with its progress."""
 
+    config: RunConfig
     trainee: Trainee
     datasets: Datasets
     files: RunFiles
@@ -72,8 +74,8 @@ class Training:
     def __post_init__(self) -> None:
         self.progress = self.start.progress
         memory = self.progress.losses
-        self._spikes = SpikeGuard(self.trainee.config.train, memory)
-        self._divergence = DivergenceGuard(self.trainee.config, memory)
+        self._spikes = SpikeGuard(self.trainee.setup.train, memory)
+        self._divergence = DivergenceGuard(self.trainee.setup.model.vocab_size, memory)
         self._ongoing: Divergence | None = None
         """The divergence that `check_recovered` checks; None if none was reported. A newly reported
         divergence replaces it only if the run has recovered from it, as it may with train.divergence=warn."""
@@ -91,7 +93,7 @@ class Training:
             Diverged: on every rank together, with train.divergence=stop.
             SaveFailed: on every rank together, if the run's final checkpoint could not be saved.
         """
-        trainee, world, config = self.trainee, self.trainee.world, self.trainee.config
+        trainee, world, config = self.trainee, self.trainee.world, self.config
         first_step, last_step = self.progress.step + 1, config.train.steps
         self.journal.stage("train", plural(last_step - self.progress.step, "step"))
         if self.start.validate:
@@ -158,7 +160,7 @@ class Training:
             error.since = self._divergence.since or step
             raise
         step_s = time.perf_counter() - started
-        must_count = result.stop or result.save or step == trainee.config.train.steps
+        must_count = result.stop or result.save or step == trainee.setup.train.steps
         if must_count and isinstance(trainee.optimizer, CanzonaOptimizer):
             # Fallbacks are normally counted in the next step. This launch may not have a next step, and a
             # checkpoint must include the fallbacks of its own step.
@@ -190,7 +192,7 @@ class Training:
         if spike is not None:
             facts = {"step": step, "loss": spike.loss, "mean": spike.mean, "limit": spike.limit}
             self.journal.incident("loss_spike", detail=spike.words, level="warning", **facts)
-            if self.trainee.config.train.loss_spike == "stop":
+            if self.trainee.setup.train.loss_spike == "stop":
                 raise LossSpike(spike)
         if divergence is not None and self._report_divergence(divergence):
             raise divergence.error()
@@ -202,7 +204,7 @@ class Training:
         self.journal.incident("divergence", detail=divergence.words, level="warning", **facts)
         if self._ongoing is None or not self._divergence.persists(self._ongoing):
             self._ongoing = divergence
-        return self.trainee.config.train.divergence == "stop"
+        return self.trainee.setup.train.divergence == "stop"
 
     def _remember(self) -> None:
         """Stores the losses that the guards remember in the progress, which the next checkpoint saves."""
@@ -211,7 +213,7 @@ class Training:
     def _save_and_validate(self, step: int, *, save: bool, finished: bool) -> None:
         """Saves, validates and writes a sample, as far as these are due after a step. After the last step,
         waits until the checkpoint is complete."""
-        config = self.trainee.config
+        config = self.config
         saver = self.saver if save or (finished and config.checkpoint.at_end) else None
         if saver is not None:
             self.record.watchdog.stage("save")  # it may have to wait for the previous save
@@ -245,7 +247,7 @@ class Training:
         Raises:
             Diverged: the run has diverged, with train.divergence=stop.
         """
-        step, settings = self.progress.step, self.trainee.config.train
+        step, settings = self.progress.step, self.trainee.setup.train
         if not self.datasets.validation:
             return
         self.journal.stage("validate", f"step {step}")
@@ -270,7 +272,7 @@ def advance_progress(trainee: Trainee, progress: Progress, result: StepResult) -
         progress,
         step=progress.step + 1,
         samples=progress.samples + batch,
-        tokens=progress.tokens + batch * trainee.config.train.seq_length,
+        tokens=progress.tokens + batch * trainee.setup.train.seq_length,
         skipped=progress.skipped + result.skipped,
         fallbacks=progress.fallbacks + result.fallbacks,
     )
@@ -283,7 +285,7 @@ def step_metrics(trainee: Trainee, progress: Progress, result: StepResult, step_
         progress: the progress after the step.
         step_s: the duration of the step, in seconds.
     """
-    tokens = trainee.world.layout.global_batch_size * trainee.config.train.seq_length
+    tokens = trainee.world.layout.global_batch_size * trainee.setup.train.seq_length
     return StepMetrics(
         step=progress.step,
         loss=result.loss,

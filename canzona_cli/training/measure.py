@@ -11,11 +11,11 @@ from typing import Final
 
 import torch
 
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.megatron.parallel import World, gather
 from canzona_cli.core.megatron.timers import PhaseTimer, StepTiming
 from canzona_cli.core.model.families import flops_per_token
 from canzona_cli.core.phases import IN_STEP
-from canzona_cli.core.setup import RunConfig
 from canzona_cli.core.setup.execution import strategy_of
 from canzona_cli.records.breakdown import MeasuredBreakdown, PeakMemory, PhaseTime, RankTimes
 from canzona_cli.records.files import RunFiles
@@ -87,7 +87,7 @@ def gather_breakdown(config: RunConfig, world: World, steps: Sequence[StepTiming
     tflops = per_gpu * flops_per_token(config.model, config.train.seq_length) / 1e12
     memory = [rank.peak_memory for rank in rank_means]
     return MeasuredBreakdown(
-        strategy=strategy_of(config),
+        strategy=strategy_of(config.setup),
         optimizer=config.optimizer.name,
         device=config.cluster.device,
         layout=world.layout,

@@ -19,6 +19,7 @@ from canzona_cli.checkpoint.commit import abandon, begin, bytes_written, finish,
 from canzona_cli.checkpoint.manifest import Header, Progress, Shard, partial_path, step_name
 from canzona_cli.checkpoint.snapshot import Snapshots
 from canzona_cli.checkpoint.store import CheckpointStore
+from canzona_cli.config.schema import CheckpointConfig
 from canzona_cli.core.errors import Problem, SaveFailed
 from canzona_cli.core.megatron.model import Trainee
 from canzona_cli.core.megatron.parallel import gather
@@ -58,6 +59,7 @@ class Saver:
     def __init__(
         self,
         trainee: Trainee,
+        settings: CheckpointConfig,
         files: RunFiles,
         journal: Journal,
         *,
@@ -66,7 +68,7 @@ class Saver:
         alive: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._trainee, self._files, self._journal = trainee, files, journal
+        self._trainee, self._settings, self._files, self._journal = trainee, settings, files, journal
         self._texts, self._clock, self._alive = texts, clock, alive
         self._newest = last_checkpoint
         self._snapshots = Snapshots(trainee)
@@ -82,14 +84,14 @@ class Saver:
         steps is never postponed, because `keep_every` relies on checkpoints of these steps, and neither is
         the save after the last step. For these, training waits until the previous save is written.
         """
-        settings = self._trainee.config.checkpoint
+        settings = self._settings
         if settings.every_steps is not None and step % settings.every_steps == 0:
             return True
         minutes = settings.every_minutes
         if minutes is None or self._clock() - self._saved_at < 60 * minutes:
             return False
         running = self._unfinished_save()
-        if running is None or step == self._trainee.config.train.steps:
+        if running is None or step == self._trainee.setup.train.steps:
             return True
         if not running.reported:
             running.reported = True
@@ -105,7 +107,7 @@ class Saver:
         and the next save tries again. With checkpoint.asynchronous=false, waits until this save is written.
         """
         self._start(progress)
-        if not self._trainee.config.checkpoint.asynchronous:
+        if not self._settings.asynchronous:
             self.wait_until_written()
 
     def wait(self, progress: Progress) -> str:
@@ -145,7 +147,7 @@ class Saver:
         if not self._begin(save):
             return
         shard = self._snapshots.take()
-        config = self._trainee.config
+        config = self._trainee.setup
         header = Header(
             progress=progress,
             optimizer=config.optimizer.name,
@@ -217,7 +219,7 @@ class Saver:
         self._journal.incident("save_failed", step=save.step, detail=detail, level="warning")
 
     def _retain(self) -> None:
-        settings = self._trainee.config.checkpoint
+        settings = self._settings
         try:
             CheckpointStore(self._files.checkpoints).retain(settings.keep, settings.keep_every)
         except OSError as error:

@@ -11,10 +11,10 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_batch_on_this_cp_rank
 
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.engine.canzona_optimizer import CanzonaOptimizer, NonFiniteGradients
 from canzona_cli.core.megatron.model import Model, Trainee
 from canzona_cli.core.megatron.timers import PhaseTimer
-from canzona_cli.core.setup import RunConfig
 from canzona_cli.data.corpus import tokenizer_of
 from canzona_cli.data.tokenizers import Tokenizer
 from canzona_cli.records.corpus import PreparedCorpus
@@ -175,7 +175,7 @@ def _forward_backward(
         data_iterator=streams,
         model=list(trainee.chunks),
         num_microbatches=micro_batches,
-        seq_length=trainee.config.train.seq_length,
+        seq_length=trainee.setup.train.seq_length,
         micro_batch_size=layout.micro_batch_size,
         forward_only=forward_only,
     )
@@ -243,7 +243,7 @@ def _start_agreement(
 
     def agreed() -> AgreedValues:
         total, count, stops, saves, *rest = receive()
-        routing = Routing.from_sums(rest, trainee.config.model, trainee.world.layout) if rest else None
+        routing = Routing.from_sums(rest, trainee.setup.model, trainee.world.layout) if rest else None
         return AgreedValues(loss=total / count, stop=stops > 0, save=saves > 0, routing=routing)
 
     return agreed
@@ -309,7 +309,7 @@ def greedy_continuation(model: Model, prompt: Sequence[int], *, tokens: int, end
         tokens: The maximum number of tokens to return. The sequence also ends at `train.seq_length`.
         end: The token that ends the text; it is not returned.
     """
-    layout, longest = model.world.layout, model.config.train.seq_length
+    layout, longest = model.world.layout, model.setup.train.seq_length
     length = min(longest, len(prompt) + tokens)
     # Context and sequence parallelism divide the sequence into this many slices.
     slices = 2 * layout.cp * layout.tp

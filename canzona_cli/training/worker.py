@@ -73,10 +73,20 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     texts = {path.name: path.read_text(encoding="utf-8") for path in inputs}
     texts[DATA_FILE] = json.dumps(jsonable(record_dict(data_plan)), indent=1) + "\n"
     last_checkpoint = None if point is None or point.weights_only else Path(point.checkpoint).name
-    saver = Saver(trainee, files, journal, texts=texts, last_checkpoint=last_checkpoint, alive=record.watchdog.progress)
+    saver = Saver(
+        trainee,
+        config.checkpoint,
+        files,
+        journal,
+        texts=texts,
+        last_checkpoint=last_checkpoint,
+        alive=record.watchdog.progress,
+    )
     try:
         sampler = sampler_of(config, corpus)
-        training = Training(trainee, datasets, files, journal, record, start=start, saver=saver, sampler=sampler)
+        training = Training(
+            config, trainee, datasets, files, journal, record, start=start, saver=saver, sampler=sampler
+        )
         ending = training.run()
     except (Diverged, WorkerCrashed):
         # All ranks, or for WorkerCrashed all ranks of a stage, raise these errors together, so a save of an

@@ -13,8 +13,8 @@ from canzona_cli.bench.calibrate.compute import Group, Variant
 from canzona_cli.bench.calibrate.fast_paths import Compared, compare
 from canzona_cli.bench.calibrate.timing import Team
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.update import algorithm_of, flops, seconds
-from canzona_cli.core.setup import RunConfig
 from canzona_cli.records.statistics import Quartiles
 from gpu_parts.outcome import Comparison, Outcome, Setup
 
@@ -55,7 +55,7 @@ def hot(setup: Setup) -> Outcome:
                 for _ in range(3):
                     group.update()
                 times = Quartiles.of([sample / group.count for sample in team.samples(group.update, budget)])
-                algorithm = algorithm_of(config)
+                algorithm = algorithm_of(config.setup)
                 what = f"Muon of {rows} x {cols}, {form}, {'replayed' if graph else 'eager'}"
                 simulated = 1e3 * seconds(algorithm, rows, cols, config.cluster)
                 comparisons.append(Comparison(what=what, unit="ms", simulated=simulated, measured=1e3 * times.median))

@@ -106,7 +106,7 @@ def measure(team: Team, variant: Variant, size: str, shape: tuple[int, int], bud
     side, precision = comparable_product(variant, rows, cols, team.device)
     against = product_tflops(team, side, precision, budget_s)
     times = Quartiles.of(update_samples(team, variant, rows, cols, budget_s))
-    tflops = flops(algorithm_of(variant.config), rows, cols) / times.median / 1e12
+    tflops = flops(algorithm_of(variant.config.setup), rows, cols) / times.median / 1e12
     group = Group(variant, rows, cols, team.device)
     return Update(
         algorithm=variant.label, rows=rows, cols=cols, size=size, seconds=times, tflops=tflops,
@@ -133,7 +133,7 @@ def launches(work: Callable[[], None], device: torch.device) -> int:
 
 def comparable_product(variant: Variant, rows: int, cols: int, device: torch.device) -> tuple[int, str]:
     """Returns the side and the precision of the square product with the mean volume of an update's products."""
-    algorithm = algorithm_of(variant.config)
+    algorithm = algorithm_of(variant.config.setup)
     parts = work(algorithm, rows, cols)[0].matmuls
     volume = sum(n * m * k * p for n, m, k, p in parts) / sum(n for n, *_ in parts)
     precision = (

@@ -13,9 +13,10 @@ from canzona_cli.checkpoint.restore import restore, state_mismatch, verify_toget
 from canzona_cli.checkpoint.store import CheckpointStore, choose
 from canzona_cli.checkpoint.verify import read_manifest
 from canzona_cli.cli.views.checkpoint import verify_all
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import CheckpointInvalid
 from canzona_cli.core.planner.plan import Plan
-from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.core.setup import Layout
 from canzona_cli.launch.resume import choose_resumption
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step
@@ -36,10 +37,10 @@ RUN = ("gpus=2", "optimizer=soap", "parallel.pp=1")
 def _attacked(config: RunConfig, layout: Layout, plan: Plan | None, root: Path) -> dict[str, str]:
     """One rank that saves after a step, and is then given each of the forgeries; what it said to each."""
     trainee = build(config, layout, plan)
-    samples = samples_of(config, layout.global_batch_size)
+    samples = samples_of(config.setup, layout.global_batch_size)
     train_step(trainee, BatchStream(samples, trainee.world))
     finish_gathering(trainee)
-    save(trainee, root / "honest", 1)
+    save(config, trainee, root / "honest", 1)
     honest = root / "honest" / "step-00000001"
     if trainee.world.rank == 0:
         for kind, (change, _) in forge.KINDS.items():

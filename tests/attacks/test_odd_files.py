@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.config.compose import compose_run, load_resolved
+from canzona_cli.config.resolve import resolve
 from canzona_cli.config.tree import list_recipes
 from canzona_cli.core.errors import CanzonaError, ConfigError
 from canzona_cli.core.model.shapes import load_shapes
 from canzona_cli.core.planner.plan import Plan, content_hash
 from canzona_cli.core.planner.plan_file import obtain_plan, read_plan
 from canzona_cli.core.reading import MOST_VALUES
-from canzona_cli.core.simulate.fit import resolve
+from canzona_cli.core.simulate import fit
 from canzona_cli.records.codec import load_if_valid, read_lines
 from canzona_cli.records.records import RunResult, StepMetrics, read_layout
 from tests.attacks.cases import mostly
@@ -87,13 +88,13 @@ def test_what_lies_in_plans_stops_no_run(kind: str, tmp_path: Path) -> None:
     config, layout = resolve(RUN)
     name = f"{config.name}-{config.gpus}gpus"
     ({**NO_FILES, **NO_JSON}[kind])(tmp_path / f"{name}-odd.json")
-    found = obtain_plan(config, layout, tmp_path)
+    found = obtain_plan(config.setup, layout, tmp_path)
     assert found is not None
     assert found.path is None
     good = tmp_path / f"{name}-good.json"
     good.write_text(found.plan.to_json())
     os.utime(good, (1, 1))
-    again = obtain_plan(config, layout, tmp_path)
+    again = obtain_plan(config.setup, layout, tmp_path)
     assert again is not None
     assert again.path == good, "the odd one is newer, and passed over"
     problems = refused(read_plan, tmp_path / f"{name}-odd.json")
@@ -190,7 +191,7 @@ def test_values_that_no_run_has_are_refused_at_once(overrides: str, key: str) ->
 def test_a_profile_whose_messages_take_no_longer_for_being_longer_is_planned_with(larger_s: float) -> None:
     table = f"[[all_to_all,2,1024,0.01,0],[all_to_all,2,1000000000,{larger_s},0]]"
     run = compose_run(["recipe=tiny", "gpus=4", "parallel.tp=2", f"cluster.collectives={table}"]).config
-    assert obtain_plan(*resolve(run), Path("none")) is not None
+    assert obtain_plan(*fit.resolve(run.setup), Path("none")) is not None
 
 
 def _sealed(content: dict[str, object]) -> str:
@@ -199,7 +200,7 @@ def _sealed(content: dict[str, object]) -> str:
 
 def test_a_forged_plan_with_the_right_hash_is_told_from_the_runs_own(tmp_path: Path) -> None:
     config, layout = resolve(RUN)
-    found = obtain_plan(config, layout, tmp_path)
+    found = obtain_plan(config.setup, layout, tmp_path)
     assert found is not None
     path = tmp_path / "forged.json"
 
@@ -208,7 +209,8 @@ def test_a_forged_plan_with_the_right_hash_is_told_from_the_runs_own(tmp_path: P
         change(content["matrices"])
         path.write_text(_sealed({key: value for key, value in content.items() if key != "hash"}))
         return refused(
-            obtain_plan, *resolve(compose_run(["recipe=tiny", "gpus=4", "parallel.tp=2", f"engine.plan={path}"]).config)
+            obtain_plan,
+            *fit.resolve(compose_run(["recipe=tiny", "gpus=4", "parallel.tp=2", f"engine.plan={path}"]).config.setup),
         )[0].reason
 
     assert "two matrices called layers.0.proj" in refusal(lambda m: m[1].update(name=m[0]["name"]))

@@ -101,7 +101,7 @@ def test_odd_environments_train_as_ever(
     [
         ("a run.dir of 300 bytes", (f"run.dir={LONG}",), None, 3, ("File name too long",)),
         ("a run.dir that is not UTF-8", (f"run.dir={NOT_UTF8}",), None, 2, ("run.dir", "is not UTF-8")),
-        ("ulimit -n 8", (), limited(resource.RLIMIT_NOFILE, 8), 3, ("oo many open files",)),
+        ("ulimit -n 7", (), limited(resource.RLIMIT_NOFILE, 7), 3, ("oo many open files",)),
         ("ulimit -f 0", (), limited(resource.RLIMIT_FSIZE, 0), 3, ()),
         ("ulimit -f 1", (), limited(resource.RLIMIT_FSIZE, 1024), 3, ("run.dir",)),
         ("a place without folders", ("run.dir=null", "run.root=/proc/canzona"), None, 3, ("run.root",)),  # root's too

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.bench.results import BenchResult, content_of, save
-from canzona_cli.records.codec import parse
+from canzona_cli.core.reading import parse
 from canzona_cli.records.statistics import Quartiles
 from tests.bench.benches import bench, of_rounds, with_measured
 

@@ -125,7 +125,7 @@ def test_mistakes_of_options_run_and_data_are_told_together(tmp_path: Path) -> N
 def test_a_mode_of_megatrons_muon_is_ignored_only_if_no_strategy_has_it() -> None:
     mode = "engine.muon_tp_mode=distributed"
     used, ignored = prepared(mode, strategies=("layerwise", "sc")), prepared(mode, strategies=("canzona", "asc"))
-    assert [tp_mode_of(entrant.config, 2) for entrant in used.line_up.strategies] == ["distributed"] * 2
+    assert [tp_mode_of(entrant.config.setup, 2) for entrant in used.line_up.strategies] == ["distributed"] * 2
     assert [[text for text in one.warnings if "muon_tp_mode" in text] != [] for one in (used, ignored)] == [False, True]
 
 

@@ -10,11 +10,11 @@ from canzona_cli.bench.simulated import MOST_GPUS, Simulation, parse_gpus, run_s
 from canzona_cli.cli.views.bench_simulated import SimulationView
 from canzona_cli.cli.views.document import document
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.resolve import resolve
 from canzona_cli.core.costs.memory import estimate
 from canzona_cli.core.errors import ConfigError
 from canzona_cli.core.phases import STRATEGIES
 from canzona_cli.core.simulate.compare import assumptions, study_run
-from canzona_cli.core.simulate.fit import resolve
 from canzona_cli.records.words import MISSING, json_text, layout_code
 from tests.cli.commands.support import loads_none_of
 from tests.cli.views.html_page import read_page
@@ -72,7 +72,7 @@ def muon() -> Simulation:
 
 def test_a_cell_is_what_the_plan_of_that_very_run_says(muon: Simulation) -> None:
     config, layout = resolve(compose_run(["recipe=32b", "gpus=256"], training=False).config)
-    study = study_run(config, layout)
+    study = study_run(config.setup, layout)
     cell = muon.cells_of("qwen3-32b")[1]
     assert cell.study is not None
     assert cell.study.layout == layout
@@ -94,7 +94,7 @@ def test_yardsticks_have_the_layout_that_is_fastest_for_themselves(muon: Simulat
     assert not study.strategies["layerwise"].fits
     assert layerwise.layout != study.layout
     config = compose_run(["recipe=32b", "gpus=256", "engine.strategy=layerwise"], training=False).config
-    assert estimate(config, layerwise.layout).fits
+    assert estimate(config.setup, layerwise.layout).fits
     assert resolve(config)[1] == layerwise.layout
     assert adamw.iteration_s <= study.result("adamw").iteration_s
     assert study.layout.global_batch_size == layerwise.layout.global_batch_size

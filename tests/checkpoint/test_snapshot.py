@@ -25,8 +25,8 @@ def test_a_save_pins_no_more_than_its_share(monkeypatch: pytest.MonkeyPatch, nod
     monkeypatch.setattr(torch, "empty", recorded)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=4 * 2 * KIB / PINNED_SHARE))
     world = SimpleNamespace(device=torch.device("cuda"), world_size=4)
-    config = SimpleNamespace(cluster=SimpleNamespace(nodes=nodes))
-    snapshots = Snapshots(cast(Trainee, SimpleNamespace(world=world, config=config)))
+    setup = SimpleNamespace(cluster=SimpleNamespace(nodes=nodes))
+    snapshots = Snapshots(cast(Trainee, SimpleNamespace(world=world, setup=setup)))
     state = torch.arange(KIB // 4, dtype=torch.float32)
     for _ in range(2):
         copies = [snapshots._copy(f"layers.{number}.q/master", state + number) for number in range(5)]

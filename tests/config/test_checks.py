@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.config.compose import compose_run, dump_resolved
+from canzona_cli.config.resolve import resolve
 from canzona_cli.core.errors import ConfigError
-from canzona_cli.core.simulate import fit
 from tests.refusals import refused
 
 OWN = ("recipe=tiny", "optimizer=custom", "optimizer.source=torch.optim:SGD", "optimizer.allow=[torch]")
@@ -172,11 +172,11 @@ def test_a_recipe_that_names_data_which_it_does_not_read_is_refused(tmp_path: Pa
 def test_a_number_of_tokens_that_is_typed_counts_in_a_run_that_is_repeated(tmp_path: Path) -> None:
     """A run's own settings have the number of sequences that was chosen for it."""
     repeated = tmp_path / "config.yaml"
-    first = fit.resolve(compose_run(["recipe=tiny"]).config)[0]
+    first = resolve(compose_run(["recipe=tiny"]).config)[0]
     repeated.write_text(dump_resolved(first), encoding="utf-8")
     assert first.train.global_batch_size == 16
     config = compose_run([f"recipe={repeated}", "train.batch_tokens=8192"]).config
-    assert fit.resolve(config)[0].train.global_batch_size == 32
+    assert resolve(config)[0].train.global_batch_size == 32
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from canzona_cli.core.setup import RunConfig
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.setup.layout_rules import divisors, layout_problems, possible_tp
 from tests.sizes import model, run
 
@@ -74,7 +74,7 @@ BROKEN = {
 
 @pytest.mark.parametrize(("config", "key"), BROKEN.values(), ids=BROKEN.keys())
 def test_a_broken_rule_names_its_key_and_a_way_out(config: RunConfig, key: str) -> None:
-    problems = layout_problems(config)
+    problems = layout_problems(config.setup)
     assert [problem.key for problem in problems] == [key]
     assert problems[0].reason
     assert problems[0].fix
@@ -83,7 +83,7 @@ def test_a_broken_rule_names_its_key_and_a_way_out(config: RunConfig, key: str) 
 def test_all_problems_come_at_once() -> None:
     config = changed(TINY, "parallel", tp=3, pp=5, cp=2)
     config = changed(config, "train", global_batch_size=7, micro_batch_size=2, seq_length=255)
-    keys = {problem.key for problem in layout_problems(config)}
+    keys = {problem.key for problem in layout_problems(config.setup)}
     assert keys == {"parallel.tp", "parallel.pp", "gpus", "train.seq_length", "train.global_batch_size"}
 
 
@@ -102,15 +102,15 @@ def test_all_problems_come_at_once() -> None:
     ],
 )
 def test_what_can_work_has_no_problems(config: RunConfig) -> None:
-    assert layout_problems(config) == []
+    assert layout_problems(config.setup) == []
 
 
 def test_the_fix_for_a_gpu_count_is_itself_fine() -> None:
-    problem = layout_problems(replace(changed(TINY, "parallel", tp=2, pp=2), gpus=6))[0]
+    problem = layout_problems(replace(changed(TINY, "parallel", tp=2, pp=2), gpus=6).setup)[0]
     assert "gpus=8" in problem.fix
     assert "gpus=4" in problem.fix
     for gpus in (4, 8):
-        assert layout_problems(replace(changed(TINY, "parallel", tp=2, pp=2), gpus=gpus)) == []
+        assert layout_problems(replace(changed(TINY, "parallel", tp=2, pp=2), gpus=gpus).setup) == []
 
 
 def test_divisors() -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.profiles import list_profiles
+from canzona_cli.config.resolve import resolve
 from canzona_cli.core.errors import ConfigError
-from canzona_cli.core.simulate.fit import resolve
 from canzona_cli.core.simulate.predict import simulate_run
 from tests.core.planner.planning import grid
 from tests.refusals import refused
@@ -21,10 +21,10 @@ def test_model_flop_utilisation_stays_below_a_hundred_per_cent() -> None:
         factors = (f"cluster.{name}_factor={factor}" for name in ("forward", "backward"))
         config = compose_run([*H100, "optimizer=adamw", *factors]).config
         if sound:
-            simulate_run(config, layout, None)
+            simulate_run(config.setup, layout, None)
         else:
             with pytest.raises(ConfigError, match=r"cluster\.forward_factor: makes model FLOP utilisation \d\d\d%"):
-                simulate_run(config, layout, None)
+                simulate_run(config.setup, layout, None)
 
 
 def test_the_profiles_that_come_with_it_are_sound_and_stand_for_what_they_are() -> None:

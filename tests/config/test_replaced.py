@@ -7,9 +7,9 @@ import pytest
 
 from canzona_cli.config.compose import compose_run, dump_resolved, load_resolved
 from canzona_cli.config.replaced import CHOSEN
+from canzona_cli.config.resolve import resolve
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import ConfigError
-from canzona_cli.core.setup import RunConfig
-from canzona_cli.core.simulate.fit import resolve
 from tests.refusals import refused
 
 

@@ -13,11 +13,11 @@ import torch
 
 from canzona_cli.config.changes import changes
 from canzona_cli.config.compose import compose_run, dump_resolved
+from canzona_cli.config.resolve import resolve, swept_runs
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import ConfigError
 from canzona_cli.core.megatron.optimizer import build_schedule
-from canzona_cli.core.setup import DecayStyle, RunConfig
-from canzona_cli.core.simulate import fit
-from canzona_cli.core.simulate.fit import swept_runs
+from canzona_cli.core.setup import DecayStyle
 
 LR, MIN_LR, STEPS, WARMUP, WSD_DECAY = 3e-3, 2e-4, 100, 10, 30
 
@@ -33,13 +33,13 @@ def _config(*overrides: str) -> RunConfig:
             *overrides,
         ]
     )
-    return fit.resolve(composed.config)[0]
+    return resolve(composed.config)[0]
 
 
 def _rates(config: RunConfig, steps: int = STEPS + 20) -> list[float]:
     """The rate each step uses, from the first."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    schedule = build_schedule(optimizer, config)
+    schedule = build_schedule(optimizer, config.setup)
     rates = []
     for _ in range(steps):
         rates.append(float(optimizer.param_groups[0]["lr"]))
@@ -109,7 +109,7 @@ def test_weight_decay_stays_what_it_was() -> None:
     config = _config()
     config = replace(config, optimizer=replace(config.optimizer, weight_decay=0.3))
     optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], "wd_mult": 1.0}], lr=1.0)
-    schedule = build_schedule(optimizer, config)
+    schedule = build_schedule(optimizer, config.setup)
     for _ in range(STEPS):
         schedule.step(increment=1)
         assert optimizer.param_groups[0]["weight_decay"] == 0.3

@@ -12,11 +12,12 @@ from canzona_cli.config.changes import changes
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.overrides import parse_overrides
 from canzona_cli.config.recipes import GROUPS
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import Setting, settings, settings_affecting
 from canzona_cli.config.typed import build
 from canzona_cli.config.unknown_keys import RENAMED, closest_key, unknown_key
 from canzona_cli.core.fields import CURVE, LAYOUT, MODEL, NOTHING, OPTIMIZER, PLAN, SPREAD, Range
-from canzona_cli.core.setup import OPTIMIZERS, Layout, RunConfig
+from canzona_cli.core.setup import OPTIMIZERS, Layout
 from tests.refusals import refused
 
 SETTINGS = [*settings().values()]

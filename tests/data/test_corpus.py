@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.resolve import resolve
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import EnvironmentProblem
-from canzona_cli.core.setup import RunConfig
-from canzona_cli.core.simulate.fit import resolve
 from canzona_cli.data.build import BuiltPair
 from canzona_cli.data.corpus import ensure_corpus, token_bytes, tokenizer_of
 from canzona_cli.data.indexed import bin_path, idx_path, inspect_pair

@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.core.megatron.model import Trainee
-from canzona_cli.core.setup import CustomConfig, Layout, RunConfig
+from canzona_cli.core.setup import CustomConfig, Layout
 from canzona_cli.training.data import Batch, BatchStream
 from tests.dist import jobs
 from tests.dist.jobs import SMALL
@@ -57,7 +58,7 @@ def custom(config: RunConfig, source: Path, name: str, **options: bool | int | f
 
 def batches(trainee: Trainee, steps: int = 100) -> Iterator[Batch]:
     """Random tokens, the same for every layout; always from the start."""
-    samples = samples_of(trainee.config, steps * trainee.world.layout.global_batch_size)
+    samples = samples_of(trainee.setup, steps * trainee.world.layout.global_batch_size)
     return BatchStream(samples, trainee.world)
 
 

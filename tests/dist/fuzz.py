@@ -28,11 +28,12 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from canzona_cli.checkpoint.manifest import step_name
 from canzona_cli.checkpoint.restore import restore, verify_together
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import CanzonaError
 from canzona_cli.core.megatron.model import Trainee
 from canzona_cli.core.megatron.parallel import World, make_groups
 from canzona_cli.core.planner.plan import Plan
-from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.core.setup import Layout
 from canzona_cli.training.assemble import assemble, join
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step
@@ -333,17 +334,17 @@ def _go(one: Leg, world: World) -> Weighed:
     if one.start is not None:
         restore(trainee, one.start, verify_together(world, one.start))
         read = part_of(trainee.chunks, world)
-        save(trainee, one.read.parent, one.done)
+        save(one.config, trainee, one.read.parent, one.done)
     if one.shaken:
         _shake(trainee, one.case.noise, one.shaken)
-    samples = samples_of(one.config, 2 * HALF * world.layout.global_batch_size)
+    samples = samples_of(one.config.setup, 2 * HALF * world.layout.global_batch_size)
     batches = BatchStream(samples, world, first_sample=one.done * world.layout.global_batch_size)
     for step in range(one.done, one.done + one.steps):
         with _broken(trainee) if step == one.case.broken else nullcontext():
             made = train_step(trainee, batches)
         assert made.skipped == (step == one.case.broken)
     finish_gathering(trainee)
-    save(trainee, one.store, one.done + one.steps)
+    save(one.config, trainee, one.store, one.done + one.steps)
     return Weighed(read=read, end=part_of(trainee.chunks, world))
 
 
@@ -359,7 +360,7 @@ def _broken(trainee: Trainee) -> Iterator[None]:
 
 
 def _shake(trainee: Trainee, noise: float, number: int) -> None:
-    generator = torch.Generator().manual_seed(trainee.config.train.seed + number)
+    generator = torch.Generator().manual_seed(trainee.setup.train.seed + number)
 
     def shaken(gradient: torch.Tensor) -> torch.Tensor:
         exact = gradient.float()

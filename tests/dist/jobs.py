@@ -8,14 +8,15 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from canzona_cli.config import resolve as config_resolve
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.megatron.model import Trainee
 from canzona_cli.core.megatron.parallel import World
 from canzona_cli.core.megatron.timers import StepTiming
 from canzona_cli.core.planner.make import make_plan
 from canzona_cli.core.planner.plan import Plan
-from canzona_cli.core.setup import Execution, Layout, RunConfig
-from canzona_cli.core.simulate import fit
+from canzona_cli.core.setup import Execution, Layout
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.records.corpus import PreparedCorpus
 from canzona_cli.training.assemble import assemble as assemble_trainee
@@ -58,7 +59,7 @@ def resolve(*overrides: str) -> tuple[RunConfig, Layout]:
 
 @cache
 def _resolved(overrides: tuple[str, ...]) -> tuple[RunConfig, Layout]:
-    return fit.resolve(compose_run(list(overrides)).config)
+    return config_resolve.resolve(compose_run(list(overrides)).config)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +87,7 @@ def train_each(cache: Path, *runs: tuple[str, ...]) -> list[list[Curve]]:
 
     def work(number: int, world: World) -> Curve:
         config, _, corpus = made[number]
-        return _train(assemble_trainee(config, world, plans[number]), corpus, cache / "indices")
+        return _train(config, assemble_trainee(config, world, plans[number]), corpus, cache / "indices")
 
     cases = {number: (config, layout) for number, (config, layout, _) in enumerate(made)}
     return [*on_ranks(cases, work).values()]
@@ -184,17 +185,16 @@ def ranks_of(settings: Sequence[str]) -> frozenset[tuple[str, str]]:
 @cache
 def planned(config: RunConfig, layout: Layout) -> Plan | None:
     """The run's plan; None for one that executes none. Kept for the session: `make_plan` keeps eight."""
-    return make_plan(config, layout) if config.execution is Execution.PLANNED else None
+    return make_plan(config.setup, layout) if config.execution is Execution.PLANNED else None
 
 
-def _train(trainee: Trainee, corpus: PreparedCorpus, indices: Path) -> Curve:
-    config = trainee.config
+def _train(config: RunConfig, trainee: Trainee, corpus: PreparedCorpus, indices: Path) -> Curve:
     datasets = build_datasets(config, corpus, cache=indices)
     (held_out,) = datasets.validation
     count = 2 * trainee.world.layout.global_batch_size
     before = validate(trainee, BatchStream(held_out.samples, trainee.world), samples=count)
     batches = BatchStream(datasets.train, trainee.world)
-    steps = [train_step(trainee, batches) for _ in range(trainee.config.train.steps)]
+    steps = [train_step(trainee, batches) for _ in range(trainee.setup.train.steps)]
     after = validate(trainee, BatchStream(held_out.samples, trainee.world), samples=count)
     return Curve(
         validation_before=before,

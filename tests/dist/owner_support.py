@@ -11,6 +11,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.resolve import resolve
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.megatron import parallel
 from canzona_cli.core.megatron.matrix_buffers import (
     check_model,
@@ -27,8 +29,7 @@ from canzona_cli.core.megatron.parallel import World
 from canzona_cli.core.planner.make import make_plan
 from canzona_cli.core.planner.plan import Assignment, Plan, Range
 from canzona_cli.core.planner.reduction import GATHERED
-from canzona_cli.core.setup import Layout, Reduction, RunConfig
-from canzona_cli.core.simulate import fit
+from canzona_cli.core.setup import Layout, Reduction
 from tests.dist.jobs import SMALL
 
 Named = dict[str, torch.Tensor]
@@ -45,12 +46,12 @@ def case(*overrides: str) -> tuple[RunConfig, Layout]:
         "engine.strategy=canzona",
         "train.precision=fp32",
     )
-    return fit.resolve(compose_run([*fixed, *overrides], training=False).config)
+    return resolve(compose_run([*fixed, *overrides], training=False).config)
 
 
 def planned(config: RunConfig, layout: Layout, reduction: Reduction | None = None) -> Plan:
     """The run's plan; with `reduction`, all of its buckets travel that way."""
-    plan = make_plan(config, layout)
+    plan = make_plan(config.setup, layout)
     if reduction is None:
         return plan
     gathering = GATHERED[reduction]
@@ -79,7 +80,7 @@ def start(config: RunConfig, layout: Layout) -> World:
 
 def wrap(config: RunConfig, world: World, plan: Plan) -> DistributedDataParallel:
     """The model in the plan's buckets, matrices on `OwnerBucketGroup`s."""
-    [model] = build_model(config, world)
+    [model] = build_model(config.setup, world)
     stage = world.pp_rank
     check_model([model], plan, world)
     tag_matrices([model], matrix_parameters([model], plan, world))
@@ -101,7 +102,7 @@ def wrap(config: RunConfig, world: World, plan: Plan) -> DistributedDataParallel
 
 def wrap_plain(config: RunConfig, world: World) -> DistributedDataParallel:
     """The same model; `reference` all-reduces its gradients."""
-    [model] = build_model(config, world)
+    [model] = build_model(config.setup, world)
     return DistributedDataParallel(
         config=get_model_config(model),
         ddp_config=_ddp_config(config, overlap=False, sharded=False),

@@ -2,7 +2,7 @@
 
 import torch
 
-from canzona_cli.core.setup import RunConfig
+from canzona_cli.core.setup import Setup
 from canzona_cli.training.data import Batch
 
 
@@ -38,6 +38,6 @@ class FrequentToken(RandomTokens):
         return text
 
 
-def samples_of(config: RunConfig, count: int, kind: type[RandomTokens] = RandomTokens) -> RandomTokens:
+def samples_of(setup: Setup, count: int, kind: type[RandomTokens] = RandomTokens) -> RandomTokens:
     """Returns samples with the length of the run's sequences and the vocabulary of its model."""
-    return kind(samples=count, seq_length=config.train.seq_length, vocab_size=config.model.vocab_size)
+    return kind(samples=count, seq_length=setup.train.seq_length, vocab_size=setup.model.vocab_size)

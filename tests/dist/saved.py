@@ -18,10 +18,11 @@ from canzona_cli.checkpoint.restore import restore, verify_together
 from canzona_cli.checkpoint.snapshot import Snapshots
 from canzona_cli.checkpoint.verify import read_manifest
 from canzona_cli.config.compose import dump_resolved
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.megatron.model import Trainee
 from canzona_cli.core.megatron.parallel import World
 from canzona_cli.core.model.geometry import stored_blocks, unit_shape
-from canzona_cli.core.setup import Layout, ModelConfig, RunConfig
+from canzona_cli.core.setup import Layout, ModelConfig
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step
@@ -85,7 +86,7 @@ def saving_runs(folder: Path, cases: Iterable[Case], swept: Iterable[Case] = ())
 
         def work(case: Case, world: World) -> Ran:
             trainee = assemble_trainee(made[case][0], world, plans[case])
-            return train(trainee, stores[case], case, starts[case])
+            return train(made[case][0], trainee, stores[case], case, starts[case])
 
         return [
             Outcome(
@@ -100,25 +101,24 @@ def saving_runs(folder: Path, cases: Iterable[Case], swept: Iterable[Case] = ())
     return runs
 
 
-def train(trainee: Trainee, store: Path, case: Case, start: Path | None) -> Ran:
+def train(config: RunConfig, trainee: Trainee, store: Path, case: Case, start: Path | None) -> Ran:
     """Restore, make the case's steps, save."""
     world, layout, done = trainee.world, trainee.world.layout, 0
-    config = trainee.config
     if start is not None:
         manifest = verify_together(world, start)
         restore(trainee, start, manifest, weights_only=case.weights_only)
         done = 0 if case.weights_only else manifest.progress.step
         assert trainee.schedule.num_steps == done, "the learning rate is that of another step"
-    samples = samples_of(config, 40 * layout.global_batch_size)
+    samples = samples_of(config.setup, 40 * layout.global_batch_size)
     batches = BatchStream(samples, world, first_sample=done * layout.global_batch_size)
     losses = [train_step(trainee, batches).loss for _ in range(case.steps)]
     if case.steps:
         finish_gathering(trainee)
-    save(trainee, store, done + case.steps)
+    save(config, trainee, store, done + case.steps)
     return Ran(losses=losses, part=part_of(trainee.chunks, world))
 
 
-def save(trainee: Trainee, store: Path, step: int) -> None:
+def save(config: RunConfig, trainee: Trainee, store: Path, step: int) -> None:
     """A checkpoint, written at once."""
     world: World = trainee.world
     partial_folder = commit.begin(store, step) if world.rank == 0 else manifest.partial_path(store, step)
@@ -127,14 +127,14 @@ def save(trainee: Trainee, store: Path, step: int) -> None:
     if world.rank == 0:
         header = Header(
             progress=Progress(step=step, samples=step * world.layout.global_batch_size, tokens=0),
-            optimizer=trainee.config.optimizer.name,
-            strategy=trainee.config.engine.strategy,
-            splitting=trainee.config.engine.splitting,
+            optimizer=trainee.setup.optimizer.name,
+            strategy=trainee.setup.engine.strategy,
+            splitting=trainee.setup.engine.splitting,
             world_size=world.world_size,
             created=time.time(),
             canzona="0",
         )
-        texts = {"config.yaml": dump_resolved(trainee.config), "layout.json": json.dumps(asdict(world.layout))}
+        texts = {"config.yaml": dump_resolved(config), "layout.json": json.dumps(asdict(world.layout))}
         commit.finish(partial_folder, world.world_size, header, texts, timeout_s=PATIENCE_S)
     torch.distributed.barrier()
 

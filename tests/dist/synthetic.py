@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.megatron.model import Trainee
 from canzona_cli.core.megatron.owner_bucket_group import bucket_groups
 from canzona_cli.core.megatron.parallel import World
 from canzona_cli.core.optimizers.newton_schulz import coefficients
-from canzona_cli.core.setup import Layout, ModelConfig, RunConfig
+from canzona_cli.core.setup import Layout, ModelConfig
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from tests.dist.jobs import on_ranks, planned
 from tests.dist.whole import Part, Weights, assemble, cut_of, named_parameters, part_of
@@ -113,7 +114,7 @@ def finish_gathering(trainee: Trainee) -> None:
 @torch.no_grad()
 def fill_gradients(trainee: Trainee, step: int, gradient: Gradient) -> None:
     """Reduced gradients: on every rank, as its owner has them after the reduction."""
-    world, shape = trainee.world, trainee.config.model
+    world, shape = trainee.world, trainee.setup.model
     for name, param in named_parameters(trainee.chunks):
         cut = cut_of(name, param)
         gradients = getattr(param, "main_grad", None)

@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from canzona_cli.config.resolve import resolve
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.memory import estimate
 from canzona_cli.core.megatron import parallel
 from canzona_cli.core.megatron.model import build_model
 from canzona_cli.core.megatron.parallel import World
-from canzona_cli.core.setup import Layout, Precision, Recompute, RunConfig
-from canzona_cli.core.simulate import fit
+from canzona_cli.core.setup import Layout, Precision, Recompute
 from tests.dist.ranks import run_ranks
 from tests.sizes import run
 
@@ -23,12 +24,12 @@ CASES: tuple[tuple[Precision, Recompute], ...] = tuple(
 
 def _resolve(cp: int, precision: Precision, recompute: Recompute) -> tuple[RunConfig, Layout]:
     config = run("tiny", cp, tp=1, pp=1, micro_batch_size=MICRO_BATCH, precision=precision, recompute=recompute)
-    return fit.resolve(replace(config, parallel=replace(config.parallel, cp=cp)))
+    return resolve(replace(config, parallel=replace(config.parallel, cp=cp)))
 
 
 def _saved_bytes(config: RunConfig, world: World) -> int:
     """Bytes of the distinct storages, weights apart, that the backward pass of one micro-batch would need."""
-    [model] = build_model(config, world)
+    [model] = build_model(config.setup, world)
     weights = {param.untyped_storage().data_ptr() for param in model.parameters()}
     kept: dict[int, torch.Tensor] = {}
 
@@ -59,5 +60,5 @@ def test_estimated_activations_are_what_autograd_saves(cp: int) -> None:
         for case, (config, layout), found in zip(CASES, cases, measured, strict=True):
             # Of the logits, autograd saves the fp32 softmax; the estimate adds the logits and their gradient.
             softmax = 4 * MICRO_BATCH * config.train.seq_length // cp * config.model.vocab_size
-            expected = estimate(config, layout).parts["activations"] + softmax
+            expected = estimate(config.setup, layout).parts["activations"] + softmax
             assert abs(found - expected) <= 0.02 * expected, case

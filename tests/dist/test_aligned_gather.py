@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.megatron import optimizer
 from canzona_cli.core.megatron.model import Trainee
 from canzona_cli.core.megatron.parallel import World
-from canzona_cli.core.setup import RunConfig
 from canzona_cli.training.assemble import assemble
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step, validate
@@ -44,7 +44,7 @@ class Seen:
 
 def _run(config: RunConfig, world: World) -> Seen:
     trainee = assemble(config, world, None)
-    samples = samples_of(config, 4 * world.layout.global_batch_size)
+    samples = samples_of(config.setup, 4 * world.layout.global_batch_size)
     batches = BatchStream(samples, world)
     losses = [train_step(trainee, batches).loss for _ in range(2)]
     # It gathers by itself what the next step then starts to gather again.

@@ -13,9 +13,9 @@ from canzona_cli.bench.results import BenchResult, StrategyBench, disagreements
 from canzona_cli.bench.sitting import Samples, Turns, summarise
 from canzona_cli.bench.turns import RunningStrategy, gather_samples, take_turns
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.megatron.parallel import World
 from canzona_cli.core.phases import IN_STEP
-from canzona_cli.core.setup import RunConfig
 from canzona_cli.core.setup.execution import AnyStrategy
 from canzona_cli.training.assemble import assemble, join
 from canzona_cli.training.data import BatchStream

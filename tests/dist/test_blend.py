@@ -93,7 +93,7 @@ def _seen() -> list[Seen]:
             last = STEPS - 1  # all but one of the steps are done
             start = Start(progress=Progress(step=last, samples=last * layout.global_batch_size, tokens=0))
             journal = Journal(files, writes=world.rank == 0)
-            Training(trainee, datasets, files, journal, RankRecord(files, world.rank), start=start).run()
+            Training(config, trainee, datasets, files, journal, RankRecord(files, world.rank), start=start).run()
             lines = [json.loads(line) for line in files.validation.read_text().splitlines()] if world.rank == 0 else []
             summary = load_summary(files.root)
             console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115

@@ -64,7 +64,7 @@ def test_a_calibrations_profile_predicts_what_it_measured(tmp_path: Path, monkey
     for variant in (variant for variant in variants(config) if variant.ours):
         for rows, cols in shapes(config):
             [row] = [row for row in found.profile.measured_updates if row[:3] == (variant.label, rows, cols)]
-            assert seconds(algorithm_of(variant.config), rows, cols, found.profile) == row[3]
+            assert seconds(algorithm_of(variant.config.setup), rows, cols, found.profile) == row[3]
     assert {row[0] for row in found.profile.measured_updates if row[0].startswith("megatron/")} == {
         "megatron/muon/standard/5"
     }

@@ -400,7 +400,7 @@ def test_what_gram_form_doubted_stays_in_standard_form_for_a_time(
     def work(_: str, world: World) -> tuple[set[object], set[object], list[float]]:
         first, second = (assemble(gram[0], world, planned(*gram)) for _ in range(2))
         before = forms(first)
-        train(first, tmp_path, case, None)
+        train(gram[0], first, tmp_path, case, None)
         saved = forms(first)
         start = next(tmp_path.glob("step-*"))
         manifest = manifest_of(start)
@@ -410,14 +410,20 @@ def test_what_gram_form_doubted_stays_in_standard_form_for_a_time(
             of_ages = replace(manifest, scalars={**manifest.scalars, marked: forged})
             (problem,) = content_problems(start, of_ages, gram[0].model)
             assert f"{forged} is not a number of steps" in problem.reason
-        train(second, tmp_path, replace(case, steps=0), start)
+        train(gram[0], second, tmp_path, replace(case, steps=0), start)
         assert forms(second) == saved
         # Cut otherwise, as by another splitting, or in fragments by other ranks.
         third = assemble(fused[0], world, planned(*fused))
         with Reader(start, manifest_of(start), gram[0].model) as reader:
             assert reader.marks(["layers.1.gate", "layers.1.k"]) == {DISTRUSTED: STANDARD_STEPS}
             assert reader.marks([EMBEDDING]) == {}
-        train(third, tmp_path, replace(case, settings=(*case.settings, "engine.splitting=fused"), steps=0), start)
+        train(
+            fused[0],
+            third,
+            tmp_path,
+            replace(case, settings=(*case.settings, "engine.splitting=fused"), steps=0),
+            start,
+        )
         assert forms(third) == saved
         with monkeypatch.context() as never:
             never.delattr("canzona_cli.core.optimizers.muon.gram_newton_schulz")
@@ -450,9 +456,9 @@ def test_behind_a_doubt_a_run_goes_on_as_ever(mode: str, tmp_path: Path, monkeyp
         with monkeypatch.context() as doubting:
             for module in (gram_form, shared_rows):
                 doubting.setattr(module, "DOUBT", -1.0)
-            train(gone, tmp_path, case, None)
+            train(run[0], gone, tmp_path, case, None)
         assert marks(gone) == {2}
-        train(resumed, tmp_path / "again", replace(case, steps=0), tmp_path / step_name(1))
+        train(run[0], resumed, tmp_path / "again", replace(case, steps=0), tmp_path / step_name(1))
         samples = RandomTokens(samples=32 * world.layout.global_batch_size, seq_length=64, vocab_size=384)
         found = []
         for trainee in (gone, resumed):

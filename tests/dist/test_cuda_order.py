@@ -15,6 +15,7 @@ from megatron.core.utils import get_model_config
 
 from canzona_cli.checkpoint.manifest import Shard
 from canzona_cli.checkpoint.snapshot import Snapshots
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.engine.wire import SideStream
 from canzona_cli.core.megatron import owner_bucket_group, quick_import
 from canzona_cli.core.megatron.model import Trainee
@@ -22,7 +23,7 @@ from canzona_cli.core.megatron.timers import CONNECTIONS, StepTiming
 from canzona_cli.core.phases import StepTimeline
 from canzona_cli.core.planner.plan import Plan
 from canzona_cli.core.planner.reduction import GATHERED
-from canzona_cli.core.setup import Layout, Reduction, RunConfig
+from canzona_cli.core.setup import Layout, Reduction
 from canzona_cli.training.assemble import assemble, join
 from canzona_cli.training.step import train_step
 from tests.cuda_stand_in import COMPUTE, DEVICE, Record, cuda_stand_in
@@ -154,7 +155,7 @@ def _find_out(trainee: Trainee, record: Record) -> FoundOut:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(owner_bucket_group, "device_seconds", serial)
         patched.setattr(owner_bucket_group, "_AHEAD_BYTES", 8)  # no device is kept busy
-        assumed = trainee.config.cluster.grouped_collectives
+        assumed = trainee.setup.cluster.grouped_collectives
         said = owner_bucket_group.find_contradiction(trainee.chunks, trainee.world, assumed=assumed)
     launched = [found for found in record.operations if found.stream.startswith("nccl")]
     return FoundOut(said=said, launches=len(launched), waits=len(record.waits))
@@ -196,10 +197,14 @@ def _hashes(shard: Shard) -> Digests:
 
 
 def _early(record: Record) -> list[str]:
-    """Each wait of the computing stream that a product stands behind before anything uses what was waited for."""
+    """Each wait of the computing stream that a product stands behind before anything uses what was waited for.
+
+    An all-to-all in which this rank sends and receives nothing is left out: its ring, on the same communicator, is
+    waited for at the same place.
+    """
     found = []
     for wait in record.waits:
-        if wait.stream != COMPUTE:
+        if wait.stream != COMPUTE or not wait.collective.storages:
             continue
         for operation in record.operations[wait.position :]:
             if operation.stream != COMPUTE:

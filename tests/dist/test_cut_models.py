@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.modules import CUT_STARTS
 from canzona_cli.core.megatron.parallel import World
-from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.core.setup import Layout
 from canzona_cli.training.assemble import assemble
 from canzona_cli.training.data import Batch, BatchStream
 from canzona_cli.training.step import train_step, validate
@@ -256,7 +257,7 @@ def test_a_cut_layer_starts_as_many_more_operations_as_are_priced() -> None:
         tokens, places = torch.zeros(1, 256, dtype=torch.long), torch.arange(256).expand(1, 256)
         of_model = []
         for layers in (1, 2):
-            [model] = build_model(replace(config, model=replace(config.model, num_layers=layers)), world)
+            [model] = build_model(replace(config, model=replace(config.model, num_layers=layers)).setup, world)
             of_model.append(both(partial(model, tokens, places, None, labels=tokens)))
         of_attention = []
         for size in (1, 2):

@@ -12,20 +12,13 @@ import pytest
 import torch
 from emerging_optimizers.orthogonalized_optimizers import Muon as EmergingMuon
 
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.update import algorithm_of, form_of
 from canzona_cli.core.optimizers.muon import Muon
 from canzona_cli.core.optimizers.normuon import NorMuon
 from canzona_cli.core.optimizers.shampoo import Shampoo
 from canzona_cli.core.optimizers.soap import SOAP
-from canzona_cli.core.setup import (
-    Form,
-    Layout,
-    MuonConfig,
-    NorMuonConfig,
-    RunConfig,
-    ShampooConfig,
-    SoapConfig,
-)
+from canzona_cli.core.setup import Form, Layout, MuonConfig, NorMuonConfig, ShampooConfig, SoapConfig
 from tests.dist import jobs
 from tests.dist.jobs import EXPERTS, SMALL, Runs, planned
 from tests.dist.synthetic import (
@@ -186,7 +179,7 @@ def _ordinary(config: RunConfig) -> Make:
     return lambda params: Shampoo(
         params, o.lr, weight_decay=o.weight_decay, betas=(o.beta1, o.beta2), eps=o.eps, shampoo_beta=o.shampoo_beta,
         shampoo_eps=o.shampoo_eps, precondition_frequency=o.precondition_frequency,
-        max_preconditioner_dim=o.max_preconditioner_dim, grafting=o.grafting, roots=algorithm_of(config).roots,
+        max_preconditioner_dim=o.max_preconditioner_dim, grafting=o.grafting, roots=algorithm_of(config.setup).roots,
         spread=o.stagger,
     )  # fmt: skip
 
@@ -371,7 +364,7 @@ def test_a_profile_that_multiplies_bf16_in_fp32_has_the_gram_form_executed() -> 
     settings = ("train.precision=bf16", "cluster.bf16_in_fp32=true", "gpus=2")
     wide = ("model.num_layers=1", "model.hidden_size=256", "model.ffn_hidden_size=768")
     config, layout = _resolve("optimizer=muon", *settings, *wide)
-    how = algorithm_of(config)
+    how = algorithm_of(config.setup)
     assert how.form == "auto"
     found = run_engine(config, layout, 2)
 

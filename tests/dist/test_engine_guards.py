@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.engine.canzona_optimizer import NonFiniteGradients
 from canzona_cli.core.engine.hosted import HostedGroup, gather_masters
 from canzona_cli.core.engine.planned import PlannedOptimizer
@@ -17,7 +18,7 @@ from canzona_cli.core.megatron.model import Trainee
 from canzona_cli.core.megatron.parallel import World
 from canzona_cli.core.model.matrices import Matrix
 from canzona_cli.core.planner.make import make_plan
-from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.core.setup import Layout
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from canzona_cli.training.step import StepResult, train_step
 from tests.dist.engine_support import (
@@ -324,7 +325,7 @@ def test_tensor_parallel_ranks_repair_the_same_matrices_also_where_no_flag_trave
     """Heads lie whole on one rank each: groups of heads that are updated at home exchange nothing, flags included."""
     config, layout = faulty_run
     config = replace(config, engine=replace(config.engine, splitting="per_head"))
-    plan = make_plan(config, layout)
+    plan = make_plan(config.setup, layout)
     single = [(group, index) for group in plan.groups for index in group.matrices]
     alone = replace(
         plan, groups=tuple(replace(group, matrices=(index,), index=n) for n, (group, index) in enumerate(single))

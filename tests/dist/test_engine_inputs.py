@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.engine.agreement import OptimizerRefused, PlanRefused
 from canzona_cli.core.errors import ExitCode, WorkerCrashed
 from canzona_cli.core.megatron import model as models
@@ -16,11 +17,11 @@ from canzona_cli.core.megatron.model import Trainee
 from canzona_cli.core.megatron.parallel import World
 from canzona_cli.core.planner.make import make_plan
 from canzona_cli.core.planner.plan import Plan
-from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.core.setup import Layout
 from canzona_cli.training.assemble import assemble
 from canzona_cli.training.step import train_step
 from tests.dist.engine_support import batches, custom, engine_of, resolve
-from tests.dist.jobs import build, on_ranks
+from tests.dist.jobs import build, on_ranks, planned
 from tests.dist.ranks import run_ranks
 from tests.dist.synthetic import finish_gathering, run_engine
 from tests.dist.whole import Part, part_of
@@ -54,7 +55,7 @@ def _to_all(plan: Plan | None) -> Given:
     return lambda rank: plan
 
 
-def _only_to(chosen: int, plan: Plan, others: Plan | None) -> Given:
+def _only_to(chosen: int, plan: Plan | None, others: Plan | None) -> Given:
     return lambda rank: plan if rank == chosen else others
 
 
@@ -89,14 +90,14 @@ def _moved(plan: Plan) -> Plan:
 def test_plans_that_are_not_the_runs_are_refused_everywhere() -> None:
     """Those for something else, none at all, also if one rank has one, and one rank's that differs from the others'."""
     config, layout = resolve(*TP2_DP2)
-    plan = make_plan(config, layout)
+    plan = make_plan(config.setup, layout)
     different, missing = "ranks 0 and 3 have different plans", "plan: there is no plan"
     given = [
-        *((_to_all(make_plan(*resolve(*other))), (told,)) for other, told in FOR_OTHERS),
+        *((_to_all(planned(*resolve(*other))), (told,)) for other, told in FOR_OTHERS),
         (_to_all(None), (missing,)),
         (_only_to(2, plan, None), (missing,)),
         (
-            _only_to(3, make_plan(*resolve(*TP2_DP2, "engine.mode=hosted")), plan),
+            _only_to(3, planned(*resolve(*TP2_DP2, "engine.mode=hosted")), plan),
             (different, "settings.mode: auto and hosted"),
         ),
         (_only_to(3, _moved(plan), plan), (different, "matrices[layers.1.gate].host")),
@@ -110,7 +111,11 @@ def test_plans_that_are_not_the_runs_are_refused_everywhere() -> None:
 def test_a_mismatch_on_one_stage_is_told_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """A frozen matrix of the last stage: the plan updates what the model does not train."""
     config, layout = resolve(*TP2_PP2)
-    plan, frozen, original = make_plan(config, layout), "decoder.layers.0.mlp.linear_fc2.weight", models.build_model
+    plan, frozen, original = (
+        make_plan(config.setup, layout),
+        "decoder.layers.0.mlp.linear_fc2.weight",
+        models.build_model,
+    )
 
     def build_frozen(config: RunConfig, world: object) -> list[torch.nn.Module]:
         [built] = original(config, world)  # type: ignore[arg-type]
@@ -159,7 +164,7 @@ def test_without_overlap_a_missing_gradient_is_zero() -> None:
         *("gpus=2", "parallel.tp=1", "parallel.pp=1", "train.precision=fp32"),
         *("parallel.overlap_grad_reduce=false", "parallel.overlap_param_gather=false"),
     )
-    plan = make_plan(config, layout)
+    plan = make_plan(config.setup, layout)
 
     def rank() -> tuple[Part, Part]:
         trainee = build(config, layout, plan)
@@ -200,7 +205,7 @@ def test_with_overlap_a_missing_gradient_is_named() -> None:
 
     for settings, from_step in (((*TP2_DP2, "train.micro_batch_size=4"), 2), (alone, 1)):
         config, layout = resolve(*settings)
-        setup = config, layout, make_plan(config, layout)
+        setup = config, layout, make_plan(config.setup, layout)
         for words in run_ranks(layout.world_size, partial(rank, setup, from_step)):
             assert any(name in words for name in UNUSED)
             assert "overlap_grad_reduce=false" in words
@@ -220,7 +225,7 @@ def _source(folder: Path, name: str, body: str, arguments: str = "params, lr, we
 
 def _optimizer_refusals(configs: Sequence[RunConfig], layout: Layout) -> list[list[str]]:
     """Returns every rank's refusals of each run's optimizer."""
-    plans = [make_plan(config, layout) for config in configs]
+    plans = [make_plan(config.setup, layout) for config in configs]
 
     def work(number: int, world: World) -> str:
         with pytest.raises(OptimizerRefused) as caught:
@@ -296,7 +301,7 @@ def test_a_toy_optimizer_trains_on_four_ranks_as_on_one(tmp_path: Path) -> None:
         config, layout = resolve("train.precision=fp32", "optimizer.lr=0.05", *where)
         config = custom(config, toy, "Toy", momentum=0.9)
 
-        plan = make_plan(config, layout)
+        plan = make_plan(config.setup, layout)
 
         def rank(config: RunConfig = config, layout: Layout = layout, plan: Plan = plan) -> tuple[list[float], Part]:
             trainee = build(config, layout, plan)

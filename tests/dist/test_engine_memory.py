@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.megatron.model import Trainee
 from canzona_cli.core.megatron.parallel import World
 from canzona_cli.core.optimizers import cpu_matmuls
@@ -19,7 +20,7 @@ from canzona_cli.core.optimizers.normuon import NorMuon
 from canzona_cli.core.optimizers.shampoo import Shampoo
 from canzona_cli.core.optimizers.soap import SOAP
 from canzona_cli.core.planner.memory import plan_memory
-from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.core.setup import Layout
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from tests.dist.engine_support import hosted_bytes, resolve, tensor_bytes
 from tests.dist.jobs import EXPERTS, Runs, build, on_ranks, planned
@@ -96,7 +97,7 @@ def test_the_job_keeps_one_copy_and_each_rank_its_planned_part(optimizer: str, w
     config, layout = _resolve((optimizer, where))
     plan = planned(config, layout)
     assert plan is not None
-    memory = plan_memory(config, layout, plan)
+    memory = plan_memory(config.setup, layout, plan)
     lasting = sum(memory.parts[part] for part in STATE) + memory.buffers.lasting
     found = HELD[optimizer, where]
     hosted, held = [rank.hosted for rank in found], [rank.everything for rank in found]

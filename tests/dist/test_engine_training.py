@@ -17,7 +17,8 @@ Three claims, from the exact to the approximate:
 
 import pytest
 
-from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.core.setup import Layout
 from tests.dist import jobs
 from tests.dist.jobs import Runs, ranks_of
 from tests.dist.synthetic import FARTHER, FARTHEST

@@ -58,7 +58,9 @@ def test_weights_are_those_that_were_trained_and_every_token_counts_once(where: 
     def work(_: int, world: World) -> tuple[whole.Part, float, float, tuple[float, float], list[float]]:
         folder = saved.checkpoint
         manifest = verify_together(world, folder)
-        model = Model(config=config, world=world, chunks=build_model(config, world), timer=PhaseTimer(world.device))
+        model = Model(
+            setup=config.setup, world=world, chunks=build_model(config.setup, world), timer=PhaseTimer(world.device)
+        )
         load_weights(model, folder, manifest)
         batches = CountingStream(BatchStream(samples, world), world, lengths)
         loss = validate(model, batches, samples=BATCHES * size)

@@ -61,7 +61,7 @@ SETTINGS: tuple[tuple[str, ...], ...] = (
 def test_a_step_sends_what_its_plan_says() -> None:
     where = ("gpus=4", "parallel.tp=2", "parallel.pp=1", *SMALL_GROUPS)
     made = {settings: resolve(*where, *settings) for settings in SETTINGS}
-    plans = {settings: make_plan(*case) for settings, case in made.items()}
+    plans = {settings: make_plan(config.setup, layout) for settings, (config, layout) in made.items()}
 
     def work(settings: tuple[str, ...], world: World) -> int:
         trainee = assemble(made[settings][0], world, plans[settings])
@@ -73,7 +73,7 @@ def test_a_step_sends_what_its_plan_says() -> None:
     for settings, sent in on_ranks(made, work).items():
         config, layout = made[settings]
         assert len(plans[settings].groups) > layout.dp or config.engine.mode == "shared"
-        assert sent == exchange_sent(config, plans[settings]), settings
+        assert sent == exchange_sent(config.setup, plans[settings]), settings
         assert min(sent) > 0
 
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.megatron import quick_import
 from canzona_cli.core.megatron.parallel import World
 from canzona_cli.core.megatron.timers import StepTiming
 from canzona_cli.core.phases import IN_STEP
-from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.core.setup import Layout
 from canzona_cli.training.assemble import assemble
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.routing import Routing
@@ -122,7 +123,7 @@ def _train(runs: Sequence[Run]) -> list[Found]:
         trainee = assemble(config, world, plans[run])
         if run[1].endswith("starved"):
             _starve(trainee.chunks)
-        batches = BatchStream(samples_of(config, STEPS * world.layout.global_batch_size), world)
+        batches = BatchStream(samples_of(config.setup, STEPS * world.layout.global_batch_size), world)
         steps = [train_step(trainee, batches) for _ in range(STEPS)]
         finish_gathering(trainee)
         return Seen(
@@ -223,7 +224,9 @@ def test_no_rank_compiles_anything() -> None:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(quick_import, "_compile", refuse)
             trainee = assemble(made[0], world, plan)
-            return train_step(trainee, BatchStream(samples_of(made[0], world.layout.global_batch_size), world)).loss
+            return train_step(
+                trainee, BatchStream(samples_of(made[0].setup, world.layout.global_batch_size), world)
+            ).loss
 
     assert on_ranks({"": made}, work)
 

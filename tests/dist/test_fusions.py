@@ -14,9 +14,10 @@ from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross
 from megatron.core.tensor_parallel import layers, vocab_parallel_cross_entropy
 
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.resolve import resolve
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.megatron import model, parallel
-from canzona_cli.core.setup import Precision, RunConfig
-from canzona_cli.core.simulate import fit
+from canzona_cli.core.setup import Precision
 from canzona_cli.training.step import train_step
 from tests.cuda_stand_in import DEVICE, cuda_stand_in
 from tests.dist.engine_support import Digests, batches, heard, weights
@@ -25,7 +26,7 @@ from tests.dist.ranks import run_ranks
 from tests.dist.synthetic import finish_gathering
 
 CPU = torch.device("cpu")
-CONFIG, LAYOUT = fit.resolve(compose_run([*SMALL, "gpus=2", "parallel.tp=2"]).config)
+CONFIG, LAYOUT = resolve(compose_run([*SMALL, "gpus=2", "parallel.tp=2"]).config)
 
 
 def _start() -> parallel.World:
@@ -50,7 +51,7 @@ def test_all_ranks_compile_or_none_does(lacking: int | None, monkeypatch: pytest
         with heard(model.__name__) as lines, cuda_stand_in():
             for device in (CPU, DEVICE):
                 with pytest.raises(InterruptedError):
-                    model.build_model(CONFIG, replace(world, device=device))
+                    model.build_model(CONFIG.setup, replace(world, device=device))
         return asked, lines
 
     (first, said), (second, silent) = run_ranks(2, rank)
@@ -100,7 +101,7 @@ def test_what_is_fused_depends_on_the_compiler_and_on_the_precision() -> None:
         for precision in get_args(Precision):
             config = replace(CONFIG, train=replace(CONFIG.train, precision=precision))
             for compiled in (True, False):
-                made = model.transformer_config(config, world, compiled=compiled)
+                made = model.transformer_config(config.setup, world, compiled=compiled)
                 found.append((made.bias_activation_fusion, made.cross_entropy_loss_fusion))
         return found
 
@@ -115,7 +116,7 @@ def test_angles_are_applied_by_transformer_engine(device: str, engine: bool, mon
     monkeypatch.setattr(model, "TransformerConfig", lambda **settings: asked.update(settings))
     config = replace(CONFIG, cluster=replace(CONFIG.cluster, transformer_engine=engine))
     world = cast(parallel.World, SimpleNamespace(device=torch.device(device), layout=LAYOUT))
-    model.transformer_config(config, world, compiled=False)
+    model.transformer_config(config.setup, world, compiled=False)
     assert asked["apply_rope_fusion"] == (engine and device == "cuda")
 
 
@@ -167,7 +168,7 @@ def test_megatrons_own_fused_kernel_is_used_where_it_is_installed(monkeypatch: p
 
     def rank() -> bool:
         world = replace(_start(), device=torch.device("cuda"))
-        return bool(model.transformer_config(CONFIG, world, compiled=False).gradient_accumulation_fusion)
+        return bool(model.transformer_config(CONFIG.setup, world, compiled=False).gradient_accumulation_fusion)
 
     assert run_ranks(2, rank) == [False, False]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: object())

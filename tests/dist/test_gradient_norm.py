@@ -13,9 +13,10 @@ from typing import Literal
 import numpy as np
 import pytest
 
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.megatron.matrix_buffers import global_parameters
 from canzona_cli.core.megatron.parallel import World
-from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.core.setup import Layout
 from canzona_cli.training.assemble import assemble
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step
@@ -80,7 +81,7 @@ def _norms[K: Hashable](made: Mapping[K, tuple[RunConfig, Layout]], samples: typ
             return step()
 
         trainee.optimizer.step = record_and_step
-        batch = samples_of(config, world.layout.global_batch_size, samples)
+        batch = samples_of(config.setup, world.layout.global_batch_size, samples)
         result = train_step(trainee, BatchStream(batch, world))
         assert result.grad_norm > config.optimizer.clip_grad, "clipping is not active"
         return Norm(returned=result.grad_norm, in_buffers=in_buffers[0])

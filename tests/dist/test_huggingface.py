@@ -17,8 +17,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
 from canzona_cli.checkpoint.restore import restore, verify_together
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.megatron.parallel import World
-from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.core.setup import Layout
 from canzona_cli.training.assemble import assemble
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step, validate
@@ -73,7 +74,7 @@ class Went:
 
 
 def _samples(config: RunConfig) -> RandomTokens:
-    return samples_of(config, 64)
+    return samples_of(config.setup, 64)
 
 
 def _tokens(config: RunConfig) -> torch.Tensor:
@@ -121,7 +122,7 @@ def _go(root: Path, kinds: Sequence[str]) -> list[Went]:
             train_step(trainee, batches)
         finish_gathering(trainee)
         after = logits(), loss()
-        save(trainee, root / kind / "run" / "checkpoints", STEPS)
+        save(config, trainee, root / kind / "run" / "checkpoints", STEPS)
         return Seen(logits=(before[0], after[0]), losses=(before[1], after[1]))
 
     found = []

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.megatron import parallel
 from canzona_cli.core.megatron.matrix_buffers import global_parameters
 from canzona_cli.core.megatron.model import build_model
 from canzona_cli.core.model.geometry import weight_of
 from canzona_cli.core.model.matrices import routing
-from canzona_cli.core.setup import ModelConfig, RunConfig
+from canzona_cli.core.setup import ModelConfig
 from tests.dist import jobs
 from tests.dist.jobs import SMALL
 from tests.dist.ranks import run_ranks
@@ -32,7 +33,7 @@ def _parts(gpus: int, *overrides: str) -> tuple[list[Part], ModelConfig]:
     def build() -> Part:
         logging.disable(logging.WARNING)
         world = parallel.initialize(layout, "cpu", seed=config.train.seed)
-        chunks = build_model(config, world)
+        chunks = build_model(config.setup, world)
         _assert_geometry(chunks, config.model, layout.tp)
         if layout.world_size == 1:
             _assert_routing(chunks, config)
@@ -58,11 +59,11 @@ def _assert_routing(chunks: list[torch.nn.Module], config: RunConfig) -> None:
         pattern = re.sub(r"layers\.\d+\.", "layers.*.", name)
         counts[pattern] += 1
         elements[pattern] += param.numel()
-    found = routing(config)
+    found = routing(config.setup)
     assert {one.pattern: (one.count, one.elements) for one in found.adamw} == {
         pattern: (counts[pattern], elements[pattern]) for pattern in counts
     }
-    muon = routing(replace(config, optimizer=compose_run(["recipe=tiny", "optimizer=muon"]).config.optimizer))
+    muon = routing(replace(config, optimizer=compose_run(["recipe=tiny", "optimizer=muon"]).config.optimizer).setup)
     assert sum(one.elements for one in (*muon.matrices, *muon.adamw)) == elements.total()
 
 

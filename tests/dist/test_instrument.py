@@ -16,12 +16,13 @@ from emerging_optimizers.orthogonalized_optimizers import OrthogonalizedOptimize
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.utils import get_model_config
 
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.megatron.holdings import leaves
 from canzona_cli.core.megatron.instrument import _PHASE_OF_TIMER
 from canzona_cli.core.megatron.model import Trainee
 from canzona_cli.core.megatron.timers import StepTiming
 from canzona_cli.core.phases import IN_STEP, Phase
-from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.core.setup import Layout
 from canzona_cli.training.assemble import assemble
 from canzona_cli.training.data import Batch, BatchStream
 from canzona_cli.training.step import train_step
@@ -51,7 +52,7 @@ def _resolve(layout: str, strategy: str, *overrides: str) -> tuple[RunConfig, La
 
 
 def _batches(trainee: Trainee) -> BatchStream:
-    config, layout = trainee.config, trainee.world.layout
+    config, layout = trainee.setup, trainee.world.layout
     samples = samples_of(config, STEPS * layout.global_batch_size)
     return BatchStream(samples, trainee.world)
 

@@ -103,7 +103,7 @@ def _train(runs: Sequence[Run]) -> list[list[Ending]]:
     def work(number: int, world: World) -> Ending:
         run, (config, layout) = runs[number], made[number]
         files = RunFiles(run.root)
-        samples = samples_of(config, STEPS * layout.global_batch_size)
+        samples = samples_of(config.setup, STEPS * layout.global_batch_size)
         trainee = assemble(config, world, plans[number])
         run.prepare(trainee, files)
 
@@ -117,7 +117,7 @@ def _train(runs: Sequence[Run]) -> list[list[Ending]]:
         record = RankRecord(files, world.rank)
         how, error = None, None
         try:
-            how = Training(trainee, datasets, files, Journal(files, writes=world.rank == 0), record).run()
+            how = Training(config, trainee, datasets, files, Journal(files, writes=world.rank == 0), record).run()
         except (NonFiniteLoss, NonFiniteGradients) as raised:
             error = str(raised)
         return Ending(how=how, error=error, step=record.step)

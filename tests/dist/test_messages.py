@@ -9,7 +9,7 @@ import torch
 
 from canzona_cli.core.errors import Problem
 from canzona_cli.core.megatron.parallel import exchange_objects_as_json, gather
-from canzona_cli.records.codec import Damaged, parse
+from canzona_cli.core.reading import Damaged, parse
 from tests.dist.ranks import run_ranks
 
 

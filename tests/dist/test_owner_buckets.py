@@ -11,13 +11,14 @@ import torch
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.utils import get_model_config
 
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.megatron.matrix_buffers import PlanMismatch, global_parameters, matrix_parameters
 from canzona_cli.core.megatron.optimizer import build_adamw
 from canzona_cli.core.megatron.owner_bucket_group import OwnerBucketGroup, adamw_groups, matrix_groups
 from canzona_cli.core.megatron.parallel import World, duplicate_group
 from canzona_cli.core.planner.plan import Plan
 from canzona_cli.core.planner.reduction import GATHERED_AHEAD, handovers
-from canzona_cli.core.setup import Layout, Reduction, RunConfig
+from canzona_cli.core.setup import Layout, Reduction
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from tests.dist.jobs import Runs, on_ranks, ranks_of
 from tests.dist.owner_support import (

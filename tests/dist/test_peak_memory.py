@@ -67,13 +67,13 @@ def test_a_step_takes_the_memory_that_its_plan_says(size: str, cut: str, precisi
         logging.disable(logging.WARNING)
         Work.wait = wait_until_released  # type: ignore[method-assign, assignment]
         trainee = jobs.build(config, layout, plan)
-        batches = BatchStream(samples_of(config, 5 * layout.global_batch_size), trainee.world)
+        batches = BatchStream(samples_of(config.setup, 5 * layout.global_batch_size), trainee.world)
         train_step(trainee, batches)  # makes AdamW's state
         kept = tensor_bytes(trainee)
         return Used(kept=kept, peak=kept + most_at_once(lambda: train_step(trainee, batches)))
 
     ranks = run_ranks(layout.world_size, rank)
-    memory = plan_memory(config, layout, plan)
+    memory = plan_memory(config.setup, layout, plan)
     used = ranks[memory.worst.rank]
     passing = sum(memory.parts[part] for part in ("activations", "logits", "workspace"))
     assert used.peak - used.kept == pytest.approx(passing, rel=0.05)
@@ -85,7 +85,7 @@ def test_a_step_takes_the_memory_that_its_plan_says(size: str, cut: str, precisi
 def test_the_loss_takes_as_many_bytes_for_a_logit_as_the_plan_counts(cluster: str) -> None:
     """GPUs run Megatron's fused loss, which is compiled; it needs a processor's compiler here."""
     config, layout = jobs.resolve("recipe=qwen3-tiny", "gpus=1", f"cluster={cluster}")
-    logits = micro_batch_tokens(config, layout) * config.model.vocab_size
+    logits = micro_batch_tokens(config.setup, layout) * config.model.vocab_size
     fused = config.cluster.device == "cuda"
 
     def rank() -> float:
@@ -103,7 +103,7 @@ def test_the_loss_takes_as_many_bytes_for_a_logit_as_the_plan_counts(cluster: st
         step()  # compiles
         return most_at_once(step) / (256 * 8192)
 
-    needed = transient(config, algorithm_of(config), layout, 0)
+    needed = transient(config.setup, algorithm_of(config.setup), layout, 0)
     assert run_ranks(1, rank) == [pytest.approx(needed.logits / logits, rel=0.01)]
 
 

@@ -61,7 +61,7 @@ def _run_ours(*overrides: str) -> tuple[list[Output], Weights, torch.Tensor, tor
     def ours() -> Output:
         logging.disable(logging.WARNING)
         world = parallel.initialize(layout, "cpu", seed=config.train.seed)
-        [model] = build_model(config, world)
+        [model] = build_model(config.setup, world)
         model.eval()
         _perturb_norms(model)
         positions = torch.arange(SEQ).expand(BATCH, SEQ)

@@ -13,13 +13,14 @@ from functools import partial
 
 import pytest
 
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.sharing import shared_collectives, shared_exchanges
 from canzona_cli.core.megatron.parallel import World
 from canzona_cli.core.optimizers import muon
 from canzona_cli.core.planner.make import make_plan
 from canzona_cli.core.planner.measures import communication, exchanges
 from canzona_cli.core.planner.order import shared_order
-from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.core.setup import Layout
 from canzona_cli.training.assemble import assemble, join
 from canzona_cli.training.step import train_step
 from tests.dist import jobs
@@ -193,8 +194,8 @@ STEPS = Runs(NORMAL, _ranks, _record, SWEPT)
 @pytest.mark.parametrize("case", [*NORMAL, *(pytest.param(case, marks=pytest.mark.sweep) for case in SWEPT)], ids=str)
 def test_a_step_of_256_ranks_is_the_plans(case: Case) -> None:
     config, layout = _resolve(case)
-    plan = make_plan(config, layout)
-    counted = communication(config, layout, plan)
+    plan = make_plan(config.setup, layout)
+    counted = communication(config.setup, layout, plan)
     found = STEPS[case]
     assert_members_agree(found)
     for events in found.values():

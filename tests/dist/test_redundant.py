@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.memory import estimate
 from canzona_cli.core.megatron.model import Trainee
-from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.core.setup import Layout
 from canzona_cli.training.step import train_step
 from tests.dist.engine_support import batches, custom, engine_of, parameter, poisoned, resolve, tensor_bytes, weights
 from tests.dist.jobs import EXPERTS, Runs, build, ranks_of
@@ -182,7 +183,7 @@ def test_an_own_optimizer_may_read_weights_when_it_is_created(source: Path) -> N
 def test_memory_is_what_was_estimated(where: str, settings: tuple[str, ...]) -> None:
     """Every rank keeps all of its stage: nothing but alignment and counters comes on top."""
     config, layout = resolve("engine.strategy=sc", *settings, *LAYOUTS[where])
-    parts = estimate(config, layout).parts
+    parts = estimate(config.setup, layout).parts
     expected = sum(parts[part] for part in ("weights", "gradients", "optimizer", "exchange"))
 
     def rank() -> int:

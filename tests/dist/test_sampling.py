@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from canzona_cli.checkpoint.snapshot import random_states
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.megatron.parallel import World
-from canzona_cli.core.setup import RunConfig
 from canzona_cli.data.tokenizers import ByteTokenizer
 from canzona_cli.training.assemble import assemble
 from canzona_cli.training.data import BatchStream

@@ -14,6 +14,7 @@ from canzona_cli.checkpoint.manifest import Shard, hidden_name
 from canzona_cli.checkpoint.restore import restore, verify_together
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.checkpoint.verify import read_manifest, verify
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import ExitCode, SaveFailed
 from canzona_cli.core.megatron.model import Trainee
 from canzona_cli.core.megatron.parallel import World
@@ -101,13 +102,13 @@ def train(folder: Path, runs: Mapping[str, Run]) -> dict[str, list[Ending]]:
     def work(name: str, world: World) -> Ending:
         trainee = assemble(made[name][0], world, plans[name])
         setattr(saving, "write_part", commit.write_part)  # noqa: B010  # whatever the run before has made of it
-        return _end(trainee, RunFiles(folder / name), runs[name], folder)
+        return _end(made[name][0], trainee, RunFiles(folder / name), runs[name], folder)
 
     return on_ranks(made, work)
 
 
-def _end(trainee: Trainee, files: RunFiles, run: Run, folder: Path) -> Ending:
-    config, layout, number = trainee.config, trainee.world.layout, trainee.world.rank
+def _end(config: RunConfig, trainee: Trainee, files: RunFiles, run: Run, folder: Path) -> Ending:
+    layout, number = trainee.world.layout, trainee.world.rank
     files.ranks.mkdir(exist_ok=True)
     asked, begun = threading.Event(), [0]
     journal, record = Journal(files, writes=number == 0), RankRecord(files, number)
@@ -119,10 +120,10 @@ def _end(trainee: Trainee, files: RunFiles, run: Run, folder: Path) -> Ending:
     samples.batch = layout.global_batch_size
     record.preempted = asked
     batch = layout.global_batch_size
-    held_out = ValidationSet(name="random", share=1.0, samples=samples_of(config, batch), count=batch)
+    held_out = ValidationSet(name="random", share=1.0, samples=samples_of(config.setup, batch), count=batch)
     clock = run.clock
     now = time.monotonic if clock is None else lambda: clock(number, begun[0])
-    saver = Saver(trainee, files, journal, texts=TEXTS, clock=now)
+    saver = Saver(trainee, config.checkpoint, files, journal, texts=TEXTS, clock=now)
     rank = Rank(number=number, files=files, saver=saver, asked=asked)
 
     def tell(step: int) -> None:
@@ -135,7 +136,7 @@ def _end(trainee: Trainee, files: RunFiles, run: Run, folder: Path) -> Ending:
     try:
         start = Start() if run.start is None else _start(trainee, checkpoint(folder / run.start, 3))
         datasets = Datasets(train=samples, validation=(held_out,))
-        how: str = Training(trainee, datasets, files, journal, record, start=start, saver=saver).run()
+        how: str = Training(config, trainee, datasets, files, journal, record, start=start, saver=saver).run()
         code = 0
     except SaveFailed as error:
         how, code = str(error), int(error.exit_code)

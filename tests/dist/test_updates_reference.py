@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.megatron import quick_import
-from canzona_cli.core.setup import Layout, MuonConfig, RunConfig
+from canzona_cli.core.setup import Layout, MuonConfig
 from tests.core.optimizers.reference import orthogonalised
 from tests.dist import jobs
 from tests.dist.jobs import SMALL, Runs, ranks_of

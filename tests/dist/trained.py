@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.core.engine.wire import Fragments
 from canzona_cli.core.megatron.model import Trainee
@@ -22,7 +23,7 @@ from canzona_cli.core.optimizers.shampoo import Shampoo
 from canzona_cli.core.optimizers.shared_muon import SharedMuon
 from canzona_cli.core.optimizers.shared_rows import FragmentGroup, Shape, Turns
 from canzona_cli.core.optimizers.soap import SOAP
-from canzona_cli.core.setup import Layout, MuonConfig, RunConfig, ShampooConfig, SoapConfig
+from canzona_cli.core.setup import Layout, MuonConfig, ShampooConfig, SoapConfig
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step
@@ -111,7 +112,7 @@ def one_rank(where: str) -> tuple[str, ...]:
 
 def samples(config: RunConfig, layout: Layout, steps: int) -> RandomTokens:
     """Returns as many samples as `steps` need."""
-    return samples_of(config, steps * layout.global_batch_size)
+    return samples_of(config.setup, steps * layout.global_batch_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +183,7 @@ def _record_gradients(trainee: Trainee) -> _Recorded:
     """Records the gradient of each step to come, by matrix hosted on this rank."""
     recorded: _Recorded = defaultdict(list)
     optimizer = trainee.optimizer
-    if not isinstance(optimizer, CanzonaOptimizer) or trainee.config.engine.splitting != "split":
+    if not isinstance(optimizer, CanzonaOptimizer) or trainee.setup.engine.splitting != "split":
         return recorded
 
     def keep(name: str, master: torch.nn.Parameter, *_: object) -> None:
@@ -207,9 +208,9 @@ def _record_fragments(trainee: Trainee) -> _Recorded:
     recorded: _Recorded = defaultdict(list)
     optimizer, world = trainee.optimizer, trainee.world
     held = optimizer.matrices.fragments if isinstance(optimizer, CanzonaOptimizer) else []
-    if not held or trainee.config.engine.splitting != "split":
+    if not held or trainee.setup.engine.splitting != "split":
         return recorded
-    form, places = held[0].optimizer, Fragments(trainee.config.model, world.layout.tp, world.tp_rank, {})
+    form, places = held[0].optimizer, Fragments(trainee.setup.model, world.layout.tp, world.tp_rank, {})
     assert isinstance(form, SharedMuon)
     matrices: dict[torch.Tensor, Matrix] = {one.master: one.matrix for one in held}
     together = form.update_together

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from canzona_cli.config.compose import compose_run, dump_resolved
+from canzona_cli.config.resolve import resolve
 from canzona_cli.core.planner.make import make_plan
 from canzona_cli.core.setup import Execution
-from canzona_cli.core.simulate import fit
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.launch import torchrun
 from canzona_cli.launch.outcome import Outcome, Workers, judge
@@ -37,7 +37,7 @@ def forked_run(
     """
     one_batch = ("train.global_batch_size=4", "train.micro_batch_size=2", "train.eval_interval=0")
     wanted = [*job, "gpus=4", "parallel.tp=2", "parallel.pp=1", *one_batch, f"run.dir={run_dir}", *overrides]
-    config, layout = fit.resolve(compose_run(wanted).config)
+    config, layout = resolve(compose_run(wanted).config)
     corpus = ensure_corpus(config)
     run = RunDirectory.create(config, resumes=True)
     run.resume(config, layout)
@@ -46,7 +46,7 @@ def forked_run(
         layout=layout,
         corpus=corpus,
         command=torchrun.build(config, run.path),
-        plan=make_plan(config, layout).to_json() if config.execution is Execution.PLANNED else None,
+        plan=make_plan(config.setup, layout).to_json() if config.execution is Execution.PLANNED else None,
     )
 
     files = run.files

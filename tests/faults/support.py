@@ -12,15 +12,8 @@ from typing import Self
 
 import psutil
 
-from canzona_cli.core.setup import (
-    AdamWConfig,
-    DataConfig,
-    EngineConfig,
-    ParallelConfig,
-    RunConfig,
-    RunSettings,
-    TrainConfig,
-)
+from canzona_cli.config.schema import DataConfig, RunConfig, RunSettings
+from canzona_cli.core.setup import AdamWConfig, EngineConfig, ParallelConfig, TrainConfig
 from canzona_cli.core.setup.cluster import Device
 from canzona_cli.records.files import RunFiles, read_json
 from tests.sizes import CPU, layout, model

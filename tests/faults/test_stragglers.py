@@ -21,7 +21,7 @@ from canzona_cli.training.measure import StragglerWatch, gather_breakdown
 from canzona_cli.training.process import count_host_waits
 from canzona_cli.training.records import Journal
 from canzona_cli.training.step import train_step
-from tests.dist.jobs import assemble, prepare
+from tests.dist.jobs import build, prepare
 from tests.dist.ranks import run_ranks
 
 WINDOW = 6
@@ -33,22 +33,23 @@ def train_with_a_slow_rank(
     """(own, waited) seconds of this rank's steps, and how long the slow one sleeps in each of its forward passes: as
     long as all of a step took at first. Rank 0 writes the run's events."""
     rank = int(os.environ["RANK"])
-    trainee, corpus = assemble(cache, *overrides)
+    config, layout, corpus = prepare(cache, *overrides)
+    trainee = build(config, layout)
     count_host_waits(trainee.timer)
     measure.WINDOW = WINDOW  # type: ignore[misc]
     journal = Journal(RunFiles(run), writes=rank == 0)
-    datasets = build_datasets(trainee.config, corpus, cache=cache / "indices")
+    datasets = build_datasets(config, corpus, cache=cache / "indices")
     batches = BatchStream(datasets.train, trainee.world)
     train_step(trainee, batches)
     sleep_s = max(0.4, trainee.timer.timings()[-1].step_s)
     if rank == slow:
         trainee.chunks[0].register_forward_pre_hook(lambda *_: time.sleep(sleep_s))
     watch = StragglerWatch(trainee.world, trainee.timer, journal)
-    for step in range(2, trainee.config.train.steps + 1):
+    for step in range(2, trainee.setup.train.steps + 1):
         train_step(trainee, batches)
         watch.after_step(step)
     torch.distributed.barrier()
-    breakdown = gather_breakdown(trainee.config, trainee.world, trainee.timer.timings())
+    breakdown = gather_breakdown(config, trainee.world, trainee.timer.timings())
     if breakdown is not None:
         journal.breakdown(breakdown)
     return [(timing.own_s, timing.waited_s) for timing in trainee.timer.timings()[1:]], sleep_s
@@ -75,7 +76,7 @@ def test_a_slow_rank_is_named_once_and_by_the_breakdown(corpus_cache: Path, tmp_
         steps, sleep_s = ranks[slow ^ 1][0], ranks[slow][1]
         assert sum(waited for _, waited in steps) > sleep_s * 2 * len(steps) * 0.9
         return
-    save(files.predicted, predict_here(config, layout, make_plan(config, layout)))
+    save(files.predicted, predict_here(config, layout, make_plan(config.setup, layout)))
     why = load_breakdown(tmp_path).why
     assert why is not None
     assert f"rank {slow}" in why.text

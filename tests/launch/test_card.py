@@ -10,8 +10,8 @@ import pytest
 
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.recipes import builtin_recipes_dir
-from canzona_cli.core.setup import RunConfig
-from canzona_cli.core.simulate.fit import resolve
+from canzona_cli.config.resolve import resolve
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.launch.card import Card, card_of, judge, load_card
 from canzona_cli.records.corpus import PreparedCorpus, PreparedSet
 from canzona_cli.records.summary import load_summary

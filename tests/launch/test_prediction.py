@@ -27,7 +27,9 @@ def test_every_strategy_has_a_prediction_that_adds_up_and_is_read_as_written(
     tmp_path: Path, strategy: Strategy, optimizer: OptimizerConfig
 ) -> None:
     config = replace(CONFIG, optimizer=optimizer, engine=replace(CONFIG.engine, strategy=strategy))
-    planned = predict_here(config, LAYOUT, make_plan(config, LAYOUT) if config.execution is Execution.PLANNED else None)
+    planned = predict_here(
+        config, LAYOUT, make_plan(config.setup, LAYOUT) if config.execution is Execution.PLANNED else None
+    )
     assert planned.strategy == ("adamw" if optimizer is ADAMW else strategy)
     assert sum(planned.phases.get(name, 0.0) for name in IN_STEP) == pytest.approx(planned.iteration_s)
     assert set(planned.phases) <= set(LABELS)

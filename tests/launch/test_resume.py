@@ -10,8 +10,9 @@ import pytest
 from canzona_cli.checkpoint.commit import begin, finish, write_part
 from canzona_cli.checkpoint.manifest import Header, LossMemory, Progress, Shard
 from canzona_cli.config.compose import dump_resolved
+from canzona_cli.config.schema import CheckpointConfig, RunConfig
 from canzona_cli.core.errors import CheckpointInvalid, ConfigError, Problem
-from canzona_cli.core.setup import AdamWConfig, CheckpointConfig, CustomConfig, Layout, RunConfig
+from canzona_cli.core.setup import AdamWConfig, CustomConfig, Layout
 from canzona_cli.launch.resume import Resumption, choose_resumption
 from canzona_cli.launch.resumed_data import data_changes
 from canzona_cli.launch.run_dir import RunDirectory

@@ -9,9 +9,10 @@ import pytest
 
 from canzona_cli.checkpoint.manifest import Progress
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.resolve import resolve
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import ConfigError
-from canzona_cli.core.setup import Layout, RunConfig
-from canzona_cli.core.simulate.fit import resolve
+from canzona_cli.core.setup import Layout
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.data.indexed import inspect_pair
 from canzona_cli.data.order import Reads, count_reads, order_of

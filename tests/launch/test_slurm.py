@@ -10,9 +10,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import settings
 from canzona_cli.core.errors import ConfigError, EnvironmentProblem
-from canzona_cli.core.setup import ClusterConfig, RunConfig
+from canzona_cli.core.setup import ClusterConfig
 from canzona_cli.launch import slurm
 from canzona_cli.launch.slurm import SlurmStep, current_step, fill_in_step, first_host
 from canzona_cli.launch.slurm_job import (

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch.distributed.run import get_args_parser
 
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.gpus import GpuInfo
-from canzona_cli.core.setup import RunConfig
 from canzona_cli.launch import torchrun
 from canzona_cli.launch.torchrun import LaunchCommand, build, worker_environment
 from tests.faults.support import run_config

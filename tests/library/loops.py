@@ -11,11 +11,12 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.utils import get_model_config
 
 from canzona_cli import Engine
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.megatron.model import Trainee, build_model
 from canzona_cli.core.megatron.optimizer import Overrides, build_schedule
 from canzona_cli.core.megatron.parallel import World, exchange_objects_as_json
 from canzona_cli.core.megatron.timers import PhaseTimer
-from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.core.setup import Layout
 from canzona_cli.training.data import Batch, BatchStream
 from canzona_cli.training.step import train_step
 from tests.dist.samples import samples_of
@@ -79,15 +80,15 @@ def trainee_of(
     world: World,
     build: Callable[[list[torch.nn.Module]], tuple[list[DistributedDataParallel], MegatronOptimizer]],
 ) -> Trainee:
-    chunks, optimizer = build(build_model(config, world))
+    chunks, optimizer = build(build_model(config.setup, world))
     mcore = get_model_config(chunks[0])
     mcore.no_sync_func, mcore.finalize_model_grads_func = chunks[0].no_sync, finalize_model_grads
     return Trainee(
-        config=config,
+        setup=config.setup,
         world=world,
         chunks=chunks,
         optimizer=optimizer,
-        schedule=build_schedule(optimizer, config),
+        schedule=build_schedule(optimizer, config.setup),
         timer=PhaseTimer(world.device),
     )
 
@@ -104,4 +105,4 @@ def train(trainee: Trainee, steps: int = 3) -> Trained:
 
 def batches_of(trainee: Trainee, steps: int) -> Iterator[Batch]:
     layout: Layout = trainee.world.layout
-    return BatchStream(samples_of(trainee.config, steps * layout.global_batch_size), trainee.world)
+    return BatchStream(samples_of(trainee.setup, steps * layout.global_batch_size), trainee.world)

@@ -205,7 +205,7 @@ def test_each_setting_that_is_not_supported_is_refused_by_name() -> None:
 
     def work(_: str, world: World) -> dict[str, str]:
         answers = {}
-        [chunk] = build_model(config, world)
+        [chunk] = build_model(config.setup, world)
         for limits, place in ((OPTIMIZER, "optimizer"), (BUCKETS, "buckets"), (MODEL, "model")):
             for limit in limits:
                 optimizer = optimizer_config(config)
@@ -247,9 +247,9 @@ def test_only_the_chunks_that_wrap_returned_are_trained() -> None:
         megatron, groups = optimizer_config(config), world.groups
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
         engine, other = Engine(megatron, groups=groups), Engine(megatron, groups=groups)
-        bare = build_model(config, world)
+        bare = build_model(config.setup, world)
         by_hand = [DistributedDataParallel(get_model_config(bare[0]), ddp, bare[0], pg_collection=groups)]
-        wrapped, of_other = engine.wrap(bare, ddp), other.wrap(build_model(config, world), ddp)
+        wrapped, of_other = engine.wrap(bare, ddp), other.wrap(build_model(config.setup, world), ddp)
         wrong: list[Any] = [[], bare, by_hand, of_other]
         answers = [
             *(refusal(lambda chunks=chunks: engine.wrap(chunks, ddp)) for chunks in ([], by_hand)),  # type: ignore[misc]
@@ -279,7 +279,7 @@ def test_overrides_that_no_parameter_group_can_have_are_refused() -> None:
     }
 
     def work(case: str, world: World) -> str:
-        [chunk] = build_model(config, world)
+        [chunk] = build_model(config.setup, world)
         with pytest.raises(Unsupported, match="config_overrides") as error:
             by_canzona([chunk], optimizer_config(config), world, refused[case])
         return str(error.value)

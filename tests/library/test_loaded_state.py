@@ -36,7 +36,7 @@ def _entries(trainee: Trainee, *, loading: bool) -> dict[str, Any]:
 def _train(trainee: Trainee, first: int, end: int) -> list[float]:
     """Trains steps [first, end); returns their losses."""
     batch = trainee.world.layout.global_batch_size
-    batches = BatchStream(samples_of(trainee.config, STEPS * batch), trainee.world, first_sample=first * batch)
+    batches = BatchStream(samples_of(trainee.setup, STEPS * batch), trainee.world, first_sample=first * batch)
     losses = [train_step(trainee, batches).loss for _ in range(first, end)]
     finish_gathering(trainee)
     return losses

@@ -17,7 +17,7 @@ from tests.dist.samples import samples_of
 from tests.library.loops import optimizer_config
 from tests.library.test_engine import FIXED
 
-MANUAL = Path(canzona_cli.__file__).parent / "library" / "README.md"
+MANUAL = Path(canzona_cli.__file__).parent / "LIBRARY.md"
 STEPS = 4
 STILL = {
     "lr_warmup_steps": 0,
@@ -36,9 +36,9 @@ def test_the_example_of_the_manual_trains_a_model() -> None:
     config, layout = jobs.resolve(*FIXED)
 
     def work(_: str, world: World) -> list[float]:
-        chunks, losses = build_model(config, world), []
+        chunks, losses = build_model(config.setup, world), []
         get_model_config(chunks[0]).finalize_model_grads_func = finalize_model_grads
-        samples = samples_of(config, 1)
+        samples = samples_of(config.setup, 1)
 
         def forward_step(batches: Any, model: Any) -> tuple[Any, Any]:
             batch = {name: value.unsqueeze(0) for name, value in samples[0].items()}

@@ -39,14 +39,14 @@ def test_the_plan_is_of_the_run_that_printed_its_arguments(name: str, tmp_path: 
     run = read_megatron_run(str(log), ("program=gpt",))
     assert (run.assumed, run.not_understood) == ((), ())
     config = compose_run([f"{key}={value}" for key, value in run.overrides.items()], training=False).config
-    layout = candidates(config)[0].layout
+    layout = candidates(config.setup)[0].layout
     parameters = {
         (int(tp), int(pp)): int(count)
         for tp, pp, count in re.findall(r"number of parameters on .* rank \((\d+), \d+, (\d+)\): (\d+)", printed)
     }
     assert len(parameters) == layout.tp * layout.pp
     for (_, stage), count in parameters.items():
-        weights = stage_weights(config, layout, stage)
+        weights = stage_weights(config.setup, layout, stage)
         assert weights.matrices + weights.others == count
     batches = re.findall(r"consumed samples: +(\d+) .* global batch size: +(\d+)", printed)
     batch = config.train.global_batch_size or 0

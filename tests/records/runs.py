@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from canzona_cli.core.setup import DataConfig, EngineConfig, MuonConfig, RunConfig, TrainConfig
+from canzona_cli.config.schema import DataConfig, RunConfig
+from canzona_cli.core.setup import EngineConfig, MuonConfig, TrainConfig
 from canzona_cli.records.corpus import PreparedCorpus, PreparedSet
 from canzona_cli.records.records import StepMetrics
 from tests.sizes import CPU, layout, model

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from canzona_cli.core.setup import DataConfig, RunConfig
+from canzona_cli.config.schema import DataConfig, RunConfig
 from canzona_cli.records.corpus import MOST_EPOCHS, Supply, data_warnings, supply, tokens_needed
 from tests.records.runs import CONFIG, CORPUS, LAYOUT, with_tokens
 

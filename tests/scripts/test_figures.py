@@ -57,7 +57,7 @@ def test_a_larger_batch_has_its_own_layout_and_is_what_a_run_with_so_many_tokens
         assert resolved is not None
         config, layout = resolved
         assert layout.global_batch_size * config.train.seq_length == tokens
-        result = simulate_plan(config, layout, make_plan(config, layout))
+        result = simulate_plan(config.setup, layout, make_plan(config.setup, layout))
         assert row[2] == f"{step_time(result.iteration_s)} ({step_time(result.optimizer_s)})"
 
 

@@ -281,7 +281,7 @@ def test_runs_on_a_gpu_are_ones_that_compose(tmp_path: Path) -> None:
         *((two_gpus.shared_overrides(setup, mode), 2) for mode in get_args(Mode)),
     ]
     for overrides, ranks in runs:
-        config, layout = fit.resolve(compose_run(list(overrides)).config)
+        config, layout = fit.resolve(compose_run(list(overrides)).config.setup)
         assert (config.cluster.name, config.gpus, layout.world_size) == ("h200", ranks, ranks)
         assert config.cluster.memory_gib == 47.5
 

@@ -23,9 +23,9 @@ from published_rows import (
 )
 
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.resolve import resolve
 from canzona_cli.core.costs.memory import estimate
 from canzona_cli.core.errors import ConfigError
-from canzona_cli.core.simulate.fit import resolve
 from tests.cli.commands.support import ran
 
 REPOSITORY = Path(__file__).parents[2]
@@ -130,7 +130,7 @@ def test_no_layout_that_ran_is_refused() -> None:
     batch = "train.micro_batch_size=1 train.global_batch_size=256 train.recompute=none train.grad_reduce_dtype=bf16"
     config = compose_run(["recipe=llama3-405b", "optimizer=adamw", *layout.split(), *batch.split()]).config
     for run in (*runs, resolve(config)):
-        assert estimate(*run).fits, run[1]
+        assert estimate(run[0].setup, run[1]).fits, run[1]
 
 
 def test_the_only_two_layouts_of_a_model_are_predicted_to_be_equally_fast() -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from canzona_cli.checkpoint.manifest import Header, LossMemory, Manifest, Progress, manifest_text, parse_manifest
+from canzona_cli.config.schema import DataConfig, RunConfig
 from canzona_cli.core.errors import ExitCode
-from canzona_cli.core.setup import DataConfig, EngineConfig, MuonConfig, RunConfig, TrainConfig
+from canzona_cli.core.setup import EngineConfig, MuonConfig, TrainConfig
 from canzona_cli.training.guards import (
     ENOUGH,
     NEW_LEVEL,
@@ -43,7 +44,7 @@ LOST = (5.69, 5.78, 68.73, 482.09, 212.33, 274.49)
 
 
 def guard(memory: LossMemory = LossMemory()) -> DivergenceGuard:
-    return DivergenceGuard(CONFIG, memory)
+    return DivergenceGuard(CONFIG.model.vocab_size, memory)
 
 
 def found(losses: Iterable[float | None], watching: DivergenceGuard | None = None, first: int = 1) -> list[Divergence]:

@@ -54,7 +54,7 @@ def test_ranks_meet_over_nccl_on_the_device_of_their_place() -> None:
     [(device, chosen, met)] = run_ranks(1, rank)
     assert device == DEVICE
     assert chosen == [DEVICE]
-    assert met == [("nccl", ["rank", "store", "timeout", "world_size"])]
+    assert met == [("nccl", ["rank", "timeout", "world_size"])]
 
 
 def test_records_are_gathered_through_the_device_over_nccl() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.config.compose import compose_run
-from canzona_cli.core.simulate.fit import resolve
+from canzona_cli.config.resolve import resolve
 from canzona_cli.records.files import RunFiles
 from canzona_cli.training.records import Journal
 from canzona_cli.training.routing import WINDOW, Routing, StarvationWatch

@@ -14,9 +14,9 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 from canzona_cli.checkpoint.manifest import Progress
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.resolve import resolve
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import ConfigError
-from canzona_cli.core.setup import RunConfig
-from canzona_cli.core.simulate.fit import resolve
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.records.corpus import DataPlan, PreparedCorpus
 from canzona_cli.training.data import Samples, _indices, build_datasets, build_validation, plan_data

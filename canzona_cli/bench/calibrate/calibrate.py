@@ -36,13 +36,13 @@ from canzona_cli.bench.session import Say, prepare, run
 from canzona_cli.config.compose import dump_resolved
 from canzona_cli.config.overrides import key_of, text_value
 from canzona_cli.config.recipes import check_destination
+from canzona_cli.config.resolve import fill, resolve
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.machine import machine_facts
 from canzona_cli.core.errors import CanzonaError, ConfigError, ExitCode, Problem, write_error
 from canzona_cli.core.host import cores
-from canzona_cli.core.setup import ClusterConfig, Layout, RunConfig
+from canzona_cli.core.setup import ClusterConfig, Layout
 from canzona_cli.core.setup.execution import AnyStrategy
-from canzona_cli.core.simulate.fit import resolve
-from canzona_cli.core.simulate.possible import fill
 from canzona_cli.launch import preflight, torchrun
 from canzona_cli.launch.outcome import Outcome
 from canzona_cli.launch.supervisor import Supervision

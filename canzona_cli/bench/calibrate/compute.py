@@ -17,6 +17,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from canzona_cli.bench.calibrate.profile import Effort, Measurement, Quantity, Record, Recorder, measured_runs
 from canzona_cli.bench.calibrate.timing import LEAST, Team, Work, clock, repeat, time_calls, wait
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.update import (
     COLUMN_S,
     COPY_EFFICIENCY,
@@ -34,7 +35,7 @@ from canzona_cli.core.megatron.parallel import World
 from canzona_cli.core.model.matrices import Matrix, layer_shapes
 from canzona_cli.core.optimizers.kronecker import SIDES, KroneckerOptimizer, pack, unpack
 from canzona_cli.core.optimizers.matrix_optimizer import MatmulPrecision, matmul_precision
-from canzona_cli.core.setup import MomentumConfig, MuonConfig, RunConfig, Splitting
+from canzona_cli.core.setup import MomentumConfig, MuonConfig, Splitting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +141,7 @@ def measure_model(team: Team, config: RunConfig, world: World, effort: Effort, r
     Args:
         config: the result of `profile.shorten`.
     """
-    [wrapped] = wrap_data_parallel(model.build_model(config, world), config, world)
+    [wrapped] = wrap_data_parallel(model.build_model(config.setup, world), config.setup, world)
     sizes = (1, max(2, world.layout.micro_batch_size))
     for size in sizes:
         samples = _measure_passes(team, config, wrapped, size, _MODEL_BUDGET / len(sizes) * effort.item_s)
@@ -232,7 +233,7 @@ class Variant:
 def variants(config: RunConfig) -> Iterator[Variant]:
     """Yields canzona's implementation of every measured optimizer, and Megatron's Muon."""
     for run in measured_runs(config):
-        name = label(algorithm_of(run))
+        name = label(algorithm_of(run.setup))
         yield Variant(config=run, label=name)
         if isinstance(run.optimizer, MuonConfig) and run.optimizer.form == "standard" and not run.optimizer.stack:
             yield Variant(config=run, label=f"megatron/{name}")
@@ -289,7 +290,7 @@ def expected_seconds(variant: Variant, rows: int, cols: int) -> float:
     For SOAP and Shampoo, this is the time of three refresh periods if refreshes are spread over all steps,
     otherwise of three refresh steps, which take far longer than other steps.
     """
-    update, cluster = algorithm_of(variant.config), replace(variant.config.cluster, measured_updates=())
+    update, cluster = algorithm_of(variant.config.setup), replace(variant.config.cluster, measured_updates=())
     if isinstance(variant.config.optimizer, MomentumConfig):
         return 8 * seconds(update, rows, cols, cluster)
     steps = period_seconds(update, rows, cols, cluster)
@@ -351,7 +352,7 @@ class Group:
         self.optimizer: torch.optim.Optimizer
         if self._ours:
             matrices = [_matrix(layer, rows, cols) for layer in range(self.count)]
-            self.optimizer = optimizer_factory(variant.config)(matrices, self._masters)
+            self.optimizer = optimizer_factory(variant.config.setup)(matrices, self._masters)
         else:
             assert isinstance(variant.config.optimizer, MuonConfig)
             precision = variant.config.train.precision

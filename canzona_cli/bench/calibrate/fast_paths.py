@@ -28,7 +28,7 @@ STEPS = 6
 """The number of updates that are compared between a CUDA graph and separate kernels."""
 GRAM_ERROR = 1.0
 """The largest accepted error of the Gram form in fp16, relative to that of the standard form in bf16. Tests, with fp16
-on CPUs, find at most 0.7 (`tests/core/optimizers/test_gram_form_fp16.py`). In bf16, which CPUs use, there is no limit: plans
+on CPUs, find at most 0.7 (`test_gram_form_fp16.py`). In bf16, which CPUs use, there is no limit: plans
 do not choose the Gram form there (`costs.update.gram_holds`)."""
 ROUNDED = 2.0**-10
 """The largest accepted relative distance between an update rounded to fp16, at most 2^-11, and one that is not. The

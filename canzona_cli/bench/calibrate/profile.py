@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from canzona_cli.bench.results import BenchResult, StrategyBench
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.links import EFFICIENCY
 from canzona_cli.core.costs.machine import profile_mismatches
 from canzona_cli.core.costs.model import stage_time
 from canzona_cli.core.host import cores
 from canzona_cli.core.phases import Phase
+from canzona_cli.core.reading import parse
 from canzona_cli.core.setup import (
     STANDARD_ONLY,
     AdamWConfig,
@@ -25,11 +27,10 @@ from canzona_cli.core.setup import (
     MomentumConfig,
     MuonConfig,
     OptimizerConfig,
-    RunConfig,
     ShampooConfig,
     SoapConfig,
 )
-from canzona_cli.records.codec import parse, read_lines
+from canzona_cli.records.codec import read_lines
 from canzona_cli.records.files import RunFiles, append_json_line, write_json_atomic
 from canzona_cli.records.statistics import Quartiles
 from canzona_cli.records.words import layout_code

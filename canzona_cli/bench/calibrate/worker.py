@@ -97,7 +97,7 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     with part("model"):
         measure_model(all_ranks, shorten(config), world, effort, recorder)
     with part("updates"):
-        try_graphs(config, device)
+        try_graphs(config.setup, device)
         if workers.member:
             checked = Record(fast_paths=compare_all(device, record.watchdog.progress))
             recorder.report(checked)

@@ -33,11 +33,11 @@ from canzona_cli.checkpoint.manifest import NO_OPTIMIZER, Buffer, Progress, Shar
 from canzona_cli.checkpoint.reader import Reader
 from canzona_cli.checkpoint.shard_file import raw_bytes, write_shard
 from canzona_cli.checkpoint.staging import stage_folder, write_checkpoint
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import ConfigError, Problem
 from canzona_cli.core.model.families import family_of
 from canzona_cli.core.model.geometry import unit_shape
 from canzona_cli.core.reading import Unreadable, read_plain
-from canzona_cli.core.setup import RunConfig
 from canzona_cli.records.files import RunFiles, sync_folder, write_json_atomic, write_text_atomic
 
 PIECE_BYTES: Final = 8 << 20

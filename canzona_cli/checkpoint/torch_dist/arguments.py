@@ -8,10 +8,10 @@ from typing import Final
 from canzona_cli.checkpoint.manifest import Progress
 from canzona_cli.checkpoint.torch_dist.names import Kind
 from canzona_cli.config.megatron_arguments import limited, table
-from canzona_cli.config.settings import value_of
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.unknown_keys import exact_key
 from canzona_cli.core.engine.stored_state import SHARDING
-from canzona_cli.core.setup import RunConfig
+from canzona_cli.core.setup.problems import value_of
 
 _DECAYS: Final = {"wsd": "WSD"}
 _FIXED: Final[Mapping[str, object]] = {

@@ -29,9 +29,9 @@ from canzona_cli.checkpoint.staging import stage_folder
 from canzona_cli.checkpoint.torch_dist.arguments import arguments_of, optimizer_groups, schedule_state
 from canzona_cli.checkpoint.torch_dist.folder import COMMON, DTYPES, FORMAT, INDEX, TRACKER
 from canzona_cli.checkpoint.torch_dist.names import Kind, Parameter, parameters, state_key
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.engine.stored_state import SHARDING
 from canzona_cli.core.errors import ConfigError, Problem
-from canzona_cli.core.setup import RunConfig
 from canzona_cli.records.files import sync_folder, write_json_atomic, write_text_atomic
 
 _FILE: Final = "__0_0.distcp"

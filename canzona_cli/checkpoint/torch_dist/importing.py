@@ -23,13 +23,13 @@ from canzona_cli.config.megatron_arguments import saved_arguments
 from canzona_cli.config.megatron_run import MegatronRun
 from canzona_cli.config.megatron_translation import translated
 from canzona_cli.config.overrides import key_of, override_text
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import settings as all_settings
-from canzona_cli.config.settings import value_of
 from canzona_cli.core.engine.stored_state import stored_step
 from canzona_cli.core.errors import CheckpointInvalid, Problem, refuse
 from canzona_cli.core.model.geometry import unit_shape
 from canzona_cli.core.optimizers.facts import MOMENTS
-from canzona_cli.core.setup import RunConfig
+from canzona_cli.core.setup.problems import value_of
 from canzona_cli.records.files import RunFiles, write_text_atomic
 
 _JOB_ARGUMENTS: Final = (

@@ -26,10 +26,10 @@ from canzona_cli.checkpoint.store import StoredCheckpoint
 from canzona_cli.checkpoint.verify import limit_problems, verify
 from canzona_cli.cli.commands.output import progress, show, warn_about
 from canzona_cli.cli.views.checkpoint import bar_of_bytes
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import CheckpointInvalid, refuse
 from canzona_cli.core.model.families import parameter_count
 from canzona_cli.core.reading import display_path
-from canzona_cli.core.setup import RunConfig
 from canzona_cli.records.files import RunFiles
 from canzona_cli.records.words import count, plural, size
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     from canzona_cli.cli.views.document import Document
     from canzona_cli.config.compose import Composed
-    from canzona_cli.core.setup import Layout, RunConfig
+    from canzona_cli.config.schema import RunConfig
+    from canzona_cli.core.setup import Layout
     from canzona_cli.records.corpus import PreparedCorpus
 
 

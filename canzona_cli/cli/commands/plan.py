@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -25,7 +25,7 @@ from canzona_cli.cli.commands.output import (
 from canzona_cli.core.errors import Clash, ConfigError, Problem, clashes, refuse
 
 if TYPE_CHECKING:
-    from canzona_cli.core.setup import RunConfig
+    from canzona_cli.config.schema import RunConfig
 
 CLASHES = (
     Clash(option="--out", excludes="--dry-run", reason="a dry run writes no plan", fix="leave out --dry-run, or --out"),
@@ -110,15 +110,16 @@ def plan(
     if from_megatron is not None:
         _show_beside_megatron(from_megatron, settings, dirs, json=json, verbose=verbose)
         return
+    from canzona_cli.cli.outlook import outlook
+    from canzona_cli.config.resolve import resolve
     from canzona_cli.core.costs.sharing import mode_warnings
     from canzona_cli.core.model.shapes import load_shapes
     from canzona_cli.core.simulate.compare import study_run, with_shapes
-    from canzona_cli.core.simulate.fit import resolve
 
     shapes_file = None if shapes is None else load_shapes(shapes)
     config = _compose_plannable(settings, dirs, shaped=shapes is not None)
     if shapes_file is not None:
-        config = with_shapes(config, shapes_file)
+        config = config.with_setup(with_shapes(config.setup, shapes_file))
     if layouts:
         from canzona_cli.cli.views.layouts import fastest_layouts
 
@@ -126,16 +127,24 @@ def plan(
         show(fastest.as_json() if json else fastest)
         return
     config, layout = resolve(config)
-    warn(mode_warnings(config, layout, None if shapes_file is None else shapes_file.matrices(layout)))
-    study = study_run(config, layout, compare, shapes_file)
+    warn(mode_warnings(config.setup, layout, None if shapes_file is None else shapes_file.matrices(layout)))
+    study = study_run(config.setup, layout, compare, shapes_file)
     written = None
     if not dry_run:
         from canzona_cli.core.planner.plan_file import default_path
 
-        written = out or default_path(study.config, study.plan)
-        text = study.plan.to_json(about={"recipe": study.config.name, "gpus": study.config.gpus})
+        written = out or default_path(study.setup, study.plan)
+        text = study.plan.to_json(about={"recipe": study.setup.name, "gpus": study.setup.gpus})
         write_out(written, text, fix="choose another path with --out FILE")
-    figures = {**study.as_json(), "plan_file": None if written is None else str(written)} if json else {}
+    figures = (
+        {
+            **study.as_json(),
+            "outlook": asdict(outlook(config, layout, study.planned.result.iteration_s)),
+            "plan_file": None if written is None else str(written),
+        }
+        if json
+        else {}
+    )
     if json and html is None:
         show(figures)  # before anything is imported for pages
         return
@@ -148,7 +157,13 @@ def plan(
         with suppress(ConfigError):  # the data may not exist yet when a run is planned
             corpus = ensure_corpus(config)
     view = PlanView(
-        study=study, written=written, compare=compare, verbose=verbose, assumptions=assumptions, corpus=corpus
+        config=config,
+        study=study,
+        written=written,
+        compare=compare,
+        verbose=verbose,
+        assumptions=assumptions,
+        corpus=corpus,
     )
     if html is not None:
         from canzona_cli.cli.views.document import document
@@ -176,9 +191,9 @@ def _compose_plannable(overrides: Sequence[str], recipes_dirs: Sequence[Path], *
         composed = compose_run(overrides, recipes_dirs=recipes_dirs, training=False)
     except ConfigError as error:
         raise ConfigError(*map(_with_hint, error.problems)) from None
-    config, notes = plannable(composed.config, composed.explicit)
+    setup, notes = plannable(composed.config.setup, composed.explicit)
     warn_about(composed, *notes, training=False)
-    return config
+    return composed.config.with_setup(setup)
 
 
 def one_value(words: Sequence[str]) -> list[str]:
@@ -216,13 +231,13 @@ def _show_beside_megatron(
     overrides = [*(f"{key}={value}" for key, value in run.overrides.items()), *user_overrides]
     try:
         composed = compose_run(overrides, recipes_dirs=recipes_dirs, training=False)
-        config, notes = plannable(composed.config, composed.explicit)
-        layout = candidates(config)[0].layout
+        setup, notes = plannable(composed.config.setup, composed.explicit)
+        layout = candidates(setup)[0].layout
     except ConfigError as error:
         raise ConfigError(*map(run.by_argument, error.problems)) from None
     warn_about(composed, *notes, training=False)
     command = run.command(composed.config, user_overrides, recipes_dirs)
-    comparison = compare_with_megatron(run, fill(config, layout), layout, command)
+    comparison = compare_with_megatron(run, fill(setup, layout), layout, command)
     if json:
         show(comparison.as_json())
         return

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from canzona_cli.config.compose import Composed
+    from canzona_cli.config.schema import RunConfig
     from canzona_cli.config.tree import RecipeInfo
-    from canzona_cli.core.setup import RunConfig
 
 JSON_VERSION = 1
 """The version of the JSON of these commands. New fields do not change it."""

@@ -13,7 +13,8 @@ from canzona_cli.records.files import sweep_root
 from canzona_cli.records.words import plural
 
 if TYPE_CHECKING:
-    from canzona_cli.core.setup import Layout, RunConfig
+    from canzona_cli.config.schema import RunConfig
+    from canzona_cli.core.setup import Layout
     from canzona_cli.launch.slurm_job import JobOptions, SubmittedJob
 
 
@@ -85,7 +86,7 @@ def slurm(
     if needs:
         typer.echo(nodes_and_gpus(config))
         return
-    obtain_plan(config, layout)  # refuses the run if it cannot be planned
+    obtain_plan(config.setup, layout)  # refuses the run if it cannot be planned
     check_inputs(config, layout)
     arguments += ["--sweep"] if sweep else []
     arguments += [word for folder in recipes_dir or [] for word in ("--recipes-dir", str(folder.absolute()))]
@@ -96,7 +97,7 @@ def _resolve(
     arguments: list[str], options: "JobOptions", recipes_dirs: list[Path], *, sweep: bool
 ) -> tuple["RunConfig", "Layout", "JobOptions"]:
     """Resolves the run, or all runs of a sweep, and checks the job's options; returns the first run."""
-    from canzona_cli.core.simulate.fit import resolve
+    from canzona_cli.config.resolve import resolve
 
     if sweep:
         return _resolve_sweep(arguments, options, recipes_dirs)
@@ -165,7 +166,7 @@ def _resolve_sweep(
         CanzonaError: a run is refused (see `swept_runs`), the options are wrong, or the runs need different
             numbers of nodes or ranks.
     """
-    from canzona_cli.core.simulate.fit import swept_runs
+    from canzona_cli.config.resolve import swept_runs
     from canzona_cli.launch.slurm_job import check_options, task_indices
     from canzona_cli.launch.torchrun import node_count, ranks_per_node
 

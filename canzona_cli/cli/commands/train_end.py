@@ -10,7 +10,7 @@ from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.cli.commands.output import tell
 from canzona_cli.cli.views.errors import show_failure
 from canzona_cli.cli.views.run import BreakdownView
-from canzona_cli.core.setup import RunConfig
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.launch.card import card_of, judge
 from canzona_cli.launch.outcome import Outcome
 from canzona_cli.launch.restarts import resume_hint

@@ -16,20 +16,22 @@ from canzona_cli.checkpoint.huggingface.folder import compose_with_weights, is_h
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.cli.commands.output import announce, check_inputs, progress, show, tell, tell_batch, warn, warn_about
 from canzona_cli.cli.commands.train_end import show_end
+from canzona_cli.cli.outlook import outlook
 from canzona_cli.cli.views.errors import show_failure
 from canzona_cli.cli.views.train import make_view
 from canzona_cli.cli.views.train_dry_run import RUN_DIR_TIME, DryRun
 from canzona_cli.config.compose import dump_resolved
+from canzona_cli.config.resolve import resolve
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.sharing import mode_warnings
 from canzona_cli.core.errors import CanzonaError, ExitCode
 from canzona_cli.core.model.matrices import routing
 from canzona_cli.core.planner.memory import memory_of
 from canzona_cli.core.planner.plan_file import ObtainedPlan, obtain_plan
 from canzona_cli.core.reading import expanded
-from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.core.setup import Layout
 from canzona_cli.core.simulate.fast_paths import fast_paths
-from canzona_cli.core.simulate.fit import resolve
-from canzona_cli.core.simulate.predict import outlook
+from canzona_cli.core.simulate.prediction import Prediction
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.launch import preflight, torchrun
 from canzona_cli.launch.card import card_of
@@ -45,7 +47,6 @@ from canzona_cli.launch.stop import Preempted, Requests, early_stop_outcome
 from canzona_cli.launch.supervisor import Supervision
 from canzona_cli.launch.torchrun import LaunchCommand
 from canzona_cli.launch.view import TrainView
-from canzona_cli.records.breakdown import Prediction
 from canzona_cli.records.codec import load_if_valid
 from canzona_cli.records.corpus import PreparedCorpus, data_warnings
 from canzona_cli.records.files import RunFiles
@@ -83,14 +84,16 @@ def run(
     composed = compose_with_weights(overrides, recipes_dirs)
     warn_about(composed, printed=printed)
     config, layout = resolve(composed.config)
-    warn(mode_warnings(config, layout), printed)
+    warn(mode_warnings(config.setup, layout), printed)
     config, from_slurm = fill_in_step(config, current_step())
     if not quiet:
         tell_batch(composed.config, layout)
         if from_slurm:
             progress(from_slurm)
     quiet_name = (name or config.name) if quiet else ""
-    job = _Job(config=config, layout=layout, plan=obtain_plan(config, layout), quiet_name=quiet_name, printed=printed)
+    job = _Job(
+        config=config, layout=layout, plan=obtain_plan(config.setup, layout), quiet_name=quiet_name, printed=printed
+    )
     if dry_run or prepare_only:
         (_show_dry_run if dry_run else _prepare_only)(job, as_json=as_json, show_config=show_config)
         return
@@ -135,7 +138,7 @@ class _Job:
             command=torchrun.build(self.config, run.path),
             plan=None if self.plan is None else self.plan.plan.to_json(),
             predicted=self.predicted,
-            routing=routing(self.config),
+            routing=routing(self.config.setup),
         )
 
 
@@ -216,8 +219,8 @@ def _show_start(
         plan=job.plan,
         outlook=outlook(config, job.layout, job.predicted.iteration_s),
         predicted=job.predicted,
-        fast_paths=fast_paths(config, job.layout, simulated=True),
-        memory=memory_of(config, job.layout, None if job.plan is None else job.plan.plan),
+        fast_paths=fast_paths(config.setup, job.layout, simulated=True),
+        memory=memory_of(config.setup, job.layout, None if job.plan is None else job.plan.plan),
         command=torchrun.build(config, run_dir),
         card=card_of(config),
         prepared=prepared,

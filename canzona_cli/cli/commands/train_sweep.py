@@ -15,8 +15,8 @@ from canzona_cli.cli.commands.output import progress, show, tell
 from canzona_cli.cli.views.compare import RunTableView
 from canzona_cli.cli.views.errors import show_failure
 from canzona_cli.config.overrides import key_of, text_value
+from canzona_cli.config.resolve import MIN_LR_RATIO, SweptRun, swept_runs
 from canzona_cli.core.errors import ConfigError, ExitCode, Problem
-from canzona_cli.core.simulate.fit import MIN_LR_RATIO, SweptRun, swept_runs
 from canzona_cli.launch.resume import finished_result, holds_run, next_free
 from canzona_cli.launch.slurm import SlurmStep, current_step
 from canzona_cli.launch.stop import Requests

@@ -38,18 +38,18 @@ def validate(
     from canzona_cli.cli.views.header import header_rows
     from canzona_cli.cli.views.page import labelled_rows
     from canzona_cli.cli.views.train_dry_run import refused_json, resolved_json
+    from canzona_cli.config.resolve import resolve
     from canzona_cli.core.costs.sharing import mode_warnings
     from canzona_cli.core.planner.plan_file import obtain_plan
-    from canzona_cli.core.simulate.fit import resolve
     from canzona_cli.launch.resume import choose_resumption
 
     try:
         composed = compose_with_weights(overrides or (), recipes_dir or ())
         warn_about(composed)
         config, layout = resolve(composed.config)
-        warn(mode_warnings(config, layout))
+        warn(mode_warnings(config.setup, layout))
         tell_batch(composed.config, layout)
-        plan = obtain_plan(config, layout)
+        plan = obtain_plan(config.setup, layout)
         corpus = check_inputs(config, layout)
         checkpoint = choose_resumption(config, layout)
         if checkpoint is not None and corpus is not None:

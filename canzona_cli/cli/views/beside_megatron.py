@@ -35,7 +35,7 @@ class BesideMegatronView(Page):
     widest = 120
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
-        beside, run, config = self.beside, self.beside.run, self.beside.config
+        beside, run, config = self.beside, self.beside.run, self.beside.setup
         optimizer = "AdamW" if run.optimizer == "adamw" else "Muon"
         layout = describe_layout(beside.layout, config.cluster.device)
         model = f"  {config.model.name}, {optimizer}, {layout} on {config.cluster.name}"
@@ -64,7 +64,7 @@ class BesideMegatronView(Page):
     @property
     def _in_megatrons_loop(self) -> bool:
         """True if canzona's engine can train the model in Megatron's loop."""
-        model = self.beside.config.model
+        model = self.beside.setup.model
         return model.gated and not model.num_experts
 
     def _table(self) -> RenderableType:
@@ -86,7 +86,7 @@ class BesideMegatronView(Page):
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         beside, run = self.beside, self.beside.run
-        if beside.config.model.num_experts:
+        if beside.setup.model.num_experts:
             yield "canzona", "does not train experts in Megatron's loop yet"
         elif self._in_megatrons_loop:
             yield "canzona", "runs in Megatron's loop through use_in_megatron_lm(), see canzona_cli/LIBRARY.md"

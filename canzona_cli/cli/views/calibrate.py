@@ -13,10 +13,11 @@ from canzona_cli.bench.calibrate.calibrate import Calibration
 from canzona_cli.bench.calibrate.profile import Measurement, Quantity, measured_runs
 from canzona_cli.cli.views.page import Page, Screen, paragraph
 from canzona_cli.cli.views.tables import Table
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.links import Group, Links
 from canzona_cli.core.costs.update import Implementation, adamw_seconds, algorithm_of, label, matmul_rate, seconds
 from canzona_cli.core.reading import display_path
-from canzona_cli.core.setup import ClusterConfig, RunConfig
+from canzona_cli.core.setup import ClusterConfig
 from canzona_cli.launch.view import TrainView
 from canzona_cli.records.records import StageEvent
 from canzona_cli.records.words import MISSING, clean, milliseconds, plural, size
@@ -120,7 +121,9 @@ class CalibrationView(Page):
                 yield f"{measurement.quantity} of {sequences}, ms", measurement, MISSING
 
     def _updates(self) -> Iterator[_Row]:
-        algorithms = {label(update): update for update in map(algorithm_of, measured_runs(self.config))}
+        algorithms = {
+            label(update): update for update in (algorithm_of(run.setup) for run in measured_runs(self.config))
+        }
         for measurement in self._measurements_of("updates"):
             name, rows, columns = str(measurement.key[0]), int(measurement.key[1]), int(measurement.key[2])
             update = algorithms.get(name.removeprefix("megatron/"))

@@ -17,7 +17,8 @@ from canzona_cli.cli.views.markup import Html, Picture, foldable, join_markup, k
 from canzona_cli.cli.views.page import Screen, note
 from canzona_cli.cli.views.tables import GroupedTable, column
 from canzona_cli.core.phases import PHASES, STREAMS, Ink, Interval
-from canzona_cli.records.breakdown import SimulatedEvent, streams_of
+from canzona_cli.core.simulate.prediction import SimulatedEvent
+from canzona_cli.records.breakdown import streams_of
 from canzona_cli.records.statistics import load_balance
 from canzona_cli.records.words import clean, milliseconds, step_time
 

@@ -4,12 +4,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from canzona_cli.cli.outlook import Outlook
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.model.matrices import Routed, routing
 from canzona_cli.core.planner.measures import balance
 from canzona_cli.core.planner.plan_file import ObtainedPlan
-from canzona_cli.core.setup import CustomConfig, Device, Layout, RunConfig
+from canzona_cli.core.setup import CustomConfig, Device, Layout
 from canzona_cli.core.simulate.fast_paths import FastPaths
-from canzona_cli.core.simulate.predict import Outlook
 from canzona_cli.records.breakdown import describes_machine
 from canzona_cli.records.corpus import PreparedCorpus, supply
 from canzona_cli.records.words import count, duration, layout_code, layout_words, plural, size, step_time
@@ -146,7 +147,7 @@ def describe_plan(obtained: ObtainedPlan, config: RunConfig) -> str:
 def routing_rows(config: RunConfig) -> list[tuple[str, str]]:
     """Returns two rows: the parameters that are updated as matrices, and those that AdamW updates. A row
     without parameters is omitted."""
-    routes = routing(config)
+    routes = routing(config.setup)
     rows = {"matrices": routes.matrices, "adamw": routes.adamw}
     return [(label, _parameters_text(parameters)) for label, parameters in rows.items() if parameters]
 

@@ -10,23 +10,26 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from canzona_cli.bench.simulated import SIZES, SIZES_WITH_EXPERTS
+from canzona_cli.cli.outlook import Outlook, outlook
 from canzona_cli.cli.views.header import layout_name, optimizer_words, rank_word
 from canzona_cli.cli.views.page import Page, Screen, note, paragraph, section_head
 from canzona_cli.cli.views.tables import Table, rows_table
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.remembered import RememberedLayouts
+from canzona_cli.config.resolve import fill, resolve
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.gpus import with_layers_here
 from canzona_cli.core.costs.memory import GIB, Memory, capacity, headroom
 from canzona_cli.core.errors import ConfigError, DoesNotFit
 from canzona_cli.core.model.families import family_of, parameter_count
 from canzona_cli.core.planner.make import make_plan, plan_of_run, plannable
 from canzona_cli.core.planner.memory import memory_of
-from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.core.setup import Layout, Setup
 from canzona_cli.core.setup.execution import RELEASED_TP_MODES, AnyStrategy, with_flex
 from canzona_cli.core.simulate import fit
 from canzona_cli.core.simulate.compare import Study, study_run
-from canzona_cli.core.simulate.possible import fill
-from canzona_cli.core.simulate.predict import LABELS, Outlook, outlook
-from canzona_cli.core.simulate.search import LayoutResult, LayoutSearch, candidates, search
+from canzona_cli.core.simulate.predict import LABELS
+from canzona_cli.core.simulate.search import LayoutResult, LayoutSearch, SearchMemory, candidates, search
 from canzona_cli.records.words import count, layout_code, number, plural, predicted_overhead, step_time
 
 VERSION = 3
@@ -119,11 +122,12 @@ def overview(overrides: Sequence[str], recipes_dirs: Sequence[Path]) -> Overview
 
 
 def _planned(overrides: Sequence[str], dirs: Sequence[Path]) -> SizePlan:
-    config, _ = plannable(compose_run(overrides, recipes_dirs=dirs, training=False).config)
+    config = compose_run(overrides, recipes_dirs=dirs, training=False).config
+    config = config.with_setup(plannable(config.setup)[0])
     study = None
     with suppress(DoesNotFit):
-        config, layout = fit.resolve(config)
-        study = study_run(config, layout, baselines=_BASELINES, tp_modes=RELEASED_TP_MODES)
+        config, layout = resolve(config)
+        study = study_run(config.setup, layout, baselines=_BASELINES, tp_modes=RELEASED_TP_MODES)
     return SizePlan(config=config, study=study)
 
 
@@ -211,8 +215,8 @@ class FastestLayouts(Page):
             "cluster": self.config.cluster.name,
             "legal": self.search.legal,
             "simulated": self.search.simulated,
-            "capacity_bytes": capacity(self.config),
-            "headroom_bytes": headroom(self.config),
+            "capacity_bytes": capacity(self.config.setup),
+            "headroom_bytes": headroom(self.config.setup),
             "headroom_cost": self._headroom_cost,
             "layouts": [
                 {
@@ -293,31 +297,33 @@ def fastest_layouts(config: RunConfig, *, verbose: bool) -> FastestLayouts:
         ConfigError: the settings are impossible.
         DoesNotFit: no layout fits.
     """
-    result = search(config, SHOWN)
+    memory = RememberedLayouts.of(config)
+    result = search(config.setup, SHOWN, memory)
     if not result.best:
-        make_plan(*fit.resolve(config))  # raises an error that explains what does not fit
-    best, flex = result.best[0], with_flex(config)
-    tight = replace(config, cluster=replace(config.cluster, headroom_gib=0.0)) if config.cluster.headroom_gib else None
+        make_plan(*fit.resolve(config.setup))  # raises an error that explains what does not fit
+    best, flex = result.best[0], with_flex(config.setup)
+    setup, cluster = config.setup, config.cluster
+    tight = replace(setup, cluster=replace(cluster, headroom_gib=0.0)) if cluster.headroom_gib else None
     return FastestLayouts(
         config=config,
         search=result,
-        flex=_if_faster(flex, best),
-        without_headroom=_if_faster(tight, best),
+        flex=_if_faster(flex, best, memory),
+        without_headroom=_if_faster(tight, best, memory),
         verbose=verbose,
     )
 
 
-def _if_faster(config: RunConfig | None, best: LayoutResult) -> LayoutResult | None:
+def _if_faster(setup: Setup | None, best: LayoutResult, memory: SearchMemory) -> LayoutResult | None:
     """Returns the fastest layout of another run, if it is faster than `best`."""
-    fastest = () if config is None else search(config).best
+    fastest = () if setup is None else search(setup, memory=memory).best
     return fastest[0] if fastest and fastest[0].per_sequence_s < best.per_sequence_s else None
 
 
 def _usable_memory(config: RunConfig) -> str:
     """Formats the memory in GiB that a chosen layout may use on a GPU: `73.6, which keeps 3.0 free`."""
-    free = headroom(config)
+    free = headroom(config.setup)
     kept_free = f", which keeps {free / GIB:.1f} free" if free else ""
-    return f"{(capacity(config) - free) / GIB:.1f}{kept_free}"
+    return f"{(capacity(config.setup) - free) / GIB:.1f}{kept_free}"
 
 
 def _limits(tried: LayoutResult) -> str:
@@ -366,7 +372,7 @@ class LayoutsByGpus(Page):
             }
             for row in self.rows
         ]
-        return {"recipe": self.config.name, "capacity_bytes": capacity(self.config), "rows": rows}
+        return {"recipe": self.config.name, "capacity_bytes": capacity(self.config.setup), "rows": rows}
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         model, cluster = self.config.model, self.config.cluster
@@ -410,7 +416,7 @@ def layouts_by_gpus(config: RunConfig, gpu_counts: Sequence[int] = GPU_COUNTS) -
 
 def _row(config: RunConfig) -> LayoutRow:
     try:
-        best = fit.choose(config)
+        best = fit.choose(config.setup, RememberedLayouts.of(config))
     except ConfigError as error:
         reasons = (f"{problem.key}={problem.value} {problem.reason}" for problem in error.problems)
         return LayoutRow(gpus=config.gpus, layout=None, memory=None, note="; ".join(reasons))
@@ -419,12 +425,12 @@ def _row(config: RunConfig) -> LayoutRow:
         note = ""
         memory: Memory = best.memory
         try:
-            memory = memory_of(run, best.layout, plan_of_run(run, best.layout))
+            memory = memory_of(run.setup, best.layout, plan_of_run(run.setup, best.layout))
         except DoesNotFit as error:
             note = "; ".join(f"{problem.reason}: {problem.fix}" for problem in error.problems)
         return LayoutRow(gpus=config.gpus, layout=best.layout, memory=memory, note=note)
-    smallest = min(candidates(config), key=lambda candidate: candidate.memory.total)
-    ways = [override for override, _ in fit.suggestions(config)]
+    smallest = min(candidates(config.setup), key=lambda candidate: candidate.memory.total)
+    ways = [override for override, _ in fit.suggestions(config.setup)]
     note = f"would fit with {' or '.join(ways)}" if ways else "needs a smaller model, or GPUs with more memory"
     return LayoutRow(gpus=config.gpus, layout=smallest.layout, memory=smallest.memory, note=note)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import RenderableType
 from rich.text import Text
 
+from canzona_cli.cli.outlook import Outlook, outlook
 from canzona_cli.cli.views.charts import MEMORY, Bar, Bars, Lanes, LoadMaps, phase_bar, planned_lanes
 from canzona_cli.cli.views.header import describe_batch, describe_layout, fast_path_rows, outlook_rows, rank_word
 from canzona_cli.cli.views.page import (
@@ -22,6 +23,7 @@ from canzona_cli.cli.views.page import (
     section_head,
 )
 from canzona_cli.cli.views.tables import GroupedTable, column, rows_table
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.memory import GIB
 from canzona_cli.core.costs.update import RULES
 from canzona_cli.core.phases import LABELS
@@ -41,6 +43,7 @@ rounding."""
 class PlanView(Page):
     """The description of a plan, with simulated times."""
 
+    config: RunConfig
     study: Study
     written: Path | None = None
     """The plan file; None if nothing was written."""
@@ -54,6 +57,11 @@ class PlanView(Page):
     """The user's prepared corpus; None if it does not exist, or if the run uses the built-in corpus."""
 
     widest = 120
+
+    @property
+    def outlook(self) -> Outlook:
+        """The outlook of the run if every iteration takes as long as under the plan."""
+        return outlook(self.config, self.study.layout, self.study.planned.result.iteration_s)
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         study = self.study
@@ -78,10 +86,10 @@ class PlanView(Page):
 
     @property
     def _unit(self) -> str:
-        return rank_word(self.study.config.cluster.device)
+        return rank_word(self.study.setup.cluster.device)
 
     def _title(self) -> Paragraph:
-        study, config = self.study, self.study.config
+        study, config = self.study, self.study.setup
         layout = f"{describe_layout(study.layout, config.cluster.device)} on {config.cluster.name}"
         title = joined((f"Plan {study.plan.name}", "bold"), f"  {config.name}, {self._optimizer()}, {layout}")
         return paragraph(title, rest="  ")
@@ -99,8 +107,8 @@ class PlanView(Page):
     def _main_rows(self) -> Iterator[tuple[str, Text | str]]:
         """Yields the rows of the summary."""
         study, balance, account = self.study, self.study.balance, self.study.memory
-        yield "batch", describe_batch(study.layout, study.config.train.seq_length)
-        yield from [row for row in outlook_rows(study.config, study.outlook) if row[0] != "checkpoints"]
+        yield "batch", describe_batch(study.layout, study.setup.train.seq_length)
+        yield from [row for row in outlook_rows(self.config, self.outlook) if row[0] != "checkpoints"]
         yield from self._dispatcher_rows()
         free = max(account.capacity - account.total, 0)
         yield "memory", f"{size(account.total)} on the fullest {self._unit}, {size(free)} free"
@@ -114,11 +122,11 @@ class PlanView(Page):
         """Yields the rows of the verbose view."""
         study, communication = self.study, self.study.communication
         plan, mesh, settings = study.plan, study.plan.subject.layout, study.plan.subject.settings
-        yield "batch", describe_batch(study.layout, study.config.train.seq_length)
-        corpus_supply = supply(study.config, study.layout, self.corpus)
+        yield "batch", describe_batch(study.layout, study.setup.train.seq_length)
+        corpus_supply = supply(self.config, study.layout, self.corpus)
         if corpus_supply is not None:
             yield "epochs", corpus_supply.words
-        yield from outlook_rows(study.config, study.outlook)
+        yield from outlook_rows(self.config, self.outlook)
         yield from self._dispatcher_rows()
         yield "matrices", self._matrices()
         if updates := self._updates():
@@ -207,7 +215,7 @@ class PlanView(Page):
         """Describes how each shape is orthogonalised, such as `192 of 25,600 × 5,120: gram, 14.8 ms each;
         ...; expected RMS error of the singular values: 0.017`; empty for optimizers
         without orthogonalisation."""
-        shapes_updated = kinds(self.study.config, self.study.plan)
+        shapes_updated = kinds(self.study.setup, self.study.plan)
         if shapes_updated[0].form is None:
             return ""
         shapes = "; ".join(
@@ -272,7 +280,7 @@ def strategies(study: Study, screen: Screen, *, all_modes: bool = False) -> Iter
     heads = ("iteration", "optimizer", "vs AdamW", "GiB", "opt. ratio", "iter. ratio")
     rows = ((_strategy_label(name), _strategy_cells(study, name)) for name in names)
     yield rows_table(heads, rows, bold=names.index(study.strategy))
-    cluster = study.config.cluster
+    cluster = study.setup.cluster
     measured = describes_machine(cluster.device, calibrated=cluster.calibrated)
     hardware = "" if measured else " on an uncalibrated CPU"
     fit = all(strategy.fits for strategy in study.strategies.values())
@@ -338,7 +346,7 @@ def variants(study: Study, screen: Screen) -> Iterator[RenderableType]:
     """Yields a table that compares plans of the same run with other values of a setting."""
     yield section_head("Alternatives", f" to this plan, strategy {study.strategy}")
     heads = ("balance", "bound", "bytes", "padding", "optimizer", "iteration", "GiB")
-    planned = getattr(study.config.optimizer, "form", "")
+    planned = getattr(study.setup.optimizer, "form", "")
     names = [variant.name + " *" * (variant.name == planned) for variant in study.variants]
     yield rows_table(heads, zip(names, map(_variant_cells, study.variants), strict=True))
     yield note("*: this plan; balance: update time of the slowest rank over the mean; bytes: peak over mean per owner")
@@ -376,7 +384,7 @@ def load_map(study: Study, screen: Screen) -> Iterator[RenderableType]:
 def memory(study: Study, screen: Screen) -> Iterator[RenderableType]:
     """Yields one bar with the parts of the fullest rank's memory, and its free memory."""
     account, mesh = study.memory, study.plan.subject.layout
-    unit = rank_word(study.config.cluster.device)
+    unit = rank_word(study.setup.cluster.device)
     free = max(account.capacity - account.total, 0)
     yield section_head(
         "Memory",

@@ -19,6 +19,7 @@ from canzona_cli.cli.views.page import note, remarks, section_head
 from canzona_cli.cli.views.run import BreakdownView, RunView
 from canzona_cli.cli.views.tables import Cell, Table
 from canzona_cli.config.overrides import override_text
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import leaves
 from canzona_cli.core.costs.memory import GIB
 from canzona_cli.core.errors import ConfigError
@@ -26,8 +27,9 @@ from canzona_cli.core.phases import Interval
 from canzona_cli.core.planner.memory import memory_of
 from canzona_cli.core.planner.plan import Plan
 from canzona_cli.core.planner.plan_file import read_plan
-from canzona_cli.core.setup import Layout, RunConfig
-from canzona_cli.records.breakdown import Breakdown, Prediction
+from canzona_cli.core.setup import Layout
+from canzona_cli.core.simulate.prediction import Prediction
+from canzona_cli.records.breakdown import Breakdown
 from canzona_cli.records.compare import run_figures
 from canzona_cli.records.files import RunFiles, read_json
 from canzona_cli.records.records import Event, RankTimeline, StageEvent, describe, load_timelines
@@ -154,7 +156,7 @@ def _memory(
 ) -> Iterator[RenderableType]:
     if config is None or layout is None:
         return
-    account = memory_of(config, layout, plan)
+    account = memory_of(config.setup, layout, plan)
     parts = [(name, float(account.parts[name])) for name in MEMORY if account.parts.get(name)]
     # Next to a much larger capacity, the parts would be too narrow to see.
     limit = account.capacity if account.capacity <= 4 * account.total else None

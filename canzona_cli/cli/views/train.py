@@ -18,8 +18,9 @@ from canzona_cli.cli.views.curves import line_chart, progress_bar, sparkline
 from canzona_cli.cli.views.header import header_rows
 from canzona_cli.cli.views.page import joined, labelled_rows, paragraph
 from canzona_cli.cli.views.train_state import REPEATED_STAGES, Clock, TrainState, relative_change, set_losses
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.planner.plan_file import ObtainedPlan
-from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.core.setup import Layout
 from canzona_cli.launch.view import EarlierSteps, TrainView
 from canzona_cli.records.corpus import PreparedCorpus
 from canzona_cli.records.records import Note, RunStatus, StageEvent, StepMetrics, ValidationLoss

@@ -8,18 +8,20 @@ from dataclasses import asdict, dataclass
 from rich.console import RenderableType
 from rich.text import Text
 
+from canzona_cli.cli.outlook import Outlook
 from canzona_cli.cli.views.charts import MEMORY
 from canzona_cli.cli.views.header import fast_path_rows, header_rows, outlook_rows, rank_word
 from canzona_cli.cli.views.page import Page, Screen, labelled_rows, paragraph
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.secrets import redact, shown_value
 from canzona_cli.core.costs.memory import GIB, Memory
 from canzona_cli.core.errors import CanzonaError
 from canzona_cli.core.model.matrices import routing
 from canzona_cli.core.planner.measures import balance
 from canzona_cli.core.planner.plan_file import ObtainedPlan
-from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.core.setup import Layout
 from canzona_cli.core.simulate.fast_paths import FastPaths
-from canzona_cli.core.simulate.predict import Outlook
+from canzona_cli.core.simulate.prediction import Prediction
 from canzona_cli.launch.card import Card
 from canzona_cli.launch.torchrun import (
     ENDPOINT_PLACEHOLDER,
@@ -28,7 +30,6 @@ from canzona_cli.launch.torchrun import (
     node_count,
     ranks_per_node,
 )
-from canzona_cli.records.breakdown import Prediction
 from canzona_cli.records.corpus import PreparedCorpus, supply
 from canzona_cli.records.words import plural
 
@@ -47,7 +48,7 @@ def resolved_json(config: RunConfig, layout: Layout, plan: ObtainedPlan | None) 
         "layout": {**asdict(layout), "world_size": layout.world_size},
         "tokens_per_step": layout.global_batch_size * config.train.seq_length,
         "plan": None if plan is None else _plan(plan),
-        "routing": asdict(routing(config)),
+        "routing": asdict(routing(config.setup)),
         "settings": asdict(config),
     }
 

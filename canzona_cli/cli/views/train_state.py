@@ -8,7 +8,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.core.setup import Layout
 from canzona_cli.launch.view import EarlierSteps
 from canzona_cli.records.records import StageEvent, StepMetrics, ValidationLoss
 from canzona_cli.records.words import MISSING, experts_words, finite_or_none, guard_notes, number

@@ -14,7 +14,7 @@ from canzona_cli.core.model.families import family_of, replicated_parameters
 from canzona_cli.core.model.family import Family
 from canzona_cli.core.model.matrices import Shape, layer_on_rank
 from canzona_cli.core.optimizers.facts import Algorithm
-from canzona_cli.core.setup import Execution, Layout, Mesh, ModelConfig, Recompute, RunConfig
+from canzona_cli.core.setup import Execution, Layout, Mesh, ModelConfig, Recompute, Setup
 from canzona_cli.core.setup.execution import splitting_of, tp_mode_of
 from canzona_cli.core.setup.stages import chunk_layers, stage_layers
 
@@ -25,12 +25,12 @@ def default_bucket_elements(owners: int) -> int:
     return max(40_000_000, 1_000_000 * owners)
 
 
-def bucket_elements(config: RunConfig, layout: Layout) -> int | None:
+def bucket_elements(setup: Setup, layout: Layout) -> int | None:
     """Returns the number of elements at which Megatron closes a bucket of the first stage; None if gradient
     reduction does not overlap with the backward pass, so that every buffer is one bucket."""
-    if not config.parallel.overlap_grad_reduce:
+    if not setup.parallel.overlap_grad_reduce:
         return None
-    return config.parallel.bucket_elements or default_bucket_elements(layout.owners)
+    return setup.parallel.bucket_elements or default_bucket_elements(layout.owners)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +67,10 @@ class StageWeights:
         return self.others if execution.everywhere else self.share(layout, matrices=execution is Execution.ADAMW)
 
 
-def stage_weights(config: RunConfig, layout: Layout, stage: int) -> StageWeights:
+def stage_weights(setup: Setup, layout: Layout, stage: int) -> StageWeights:
     """Counts the elements that a rank of `stage` stores. With pp > 1, a tied output layer is a second copy of
     the embedding."""
-    model = config.model
+    model = setup.model
     first, last = stage == 0, stage == layout.pp - 1
     cut, experts, largest, replicated = _layer_weights(model, layout.tp, layout.ep)
     layers = stage_layers(model.num_layers, layout, stage)
@@ -93,15 +93,15 @@ def _layer_weights(model: ModelConfig, tp: int, ep: int) -> tuple[int, int, int,
     return sum(cut), sum(experts), max(*cut, *experts), replicated_parameters(model)
 
 
-def stored_shapes(config: RunConfig, layout: Layout) -> Counter[Shape]:
+def stored_shapes(setup: Setup, layout: Layout) -> Counter[Shape]:
     """Counts, by (rows, columns), the matrices of one layer that the ranks of a TP group store together. The
     run's strategy determines how weights are split into matrices. If experts are divided among ranks, only
     one rank's experts are included."""
-    cut, whole = layer_on_rank(config.model, splitting_of(config), layout.ep)
+    cut, whole = layer_on_rank(setup.model, splitting_of(setup), layout.ep)
     return Counter((matrix.rows, matrix.cols) for matrix in (*cut, *whole))
 
 
-def layer_activations(config: RunConfig, family: Family, layout: Layout, recompute: Recompute) -> int:
+def layer_activations(setup: Setup, family: Family, layout: Layout, recompute: Recompute) -> int:
     """Counts the bytes that one layer keeps for the backward pass of one micro-batch.
 
     With sequences of s tokens, T = micro-batch * s / c, a query heads and g key-value heads of d elements,
@@ -115,14 +115,14 @@ def layer_activations(config: RunConfig, family: Family, layout: Layout, recompu
     SwiGLU is not fused on CPUs. Recomputation `selective` recomputes core attention; `full` keeps only the
     layer's input.
     """
-    model, t, width = config.model, layout.tp, config.train.weight_bytes
-    tokens, stream = micro_batch_tokens(config, layout), stream_elements(config, layout)
+    model, t, width = setup.model, layout.tp, setup.train.weight_bytes
+    tokens, stream = micro_batch_tokens(setup, layout), stream_elements(setup, layout)
     if recompute == "full":
         return width * stream
-    on_cpu = config.cluster.device == "cpu"
+    on_cpu = setup.cluster.device == "cpu"
     activations = family.activations(model, not on_cpu)
     cut = activations.cut * tokens // t + activations.copied * tokens * layout.expert_tp // t
-    if layout.cp > 1 and not config.cluster.fused_layers and recompute == "none":
+    if layout.cp > 1 and not setup.cluster.fused_layers and recompute == "none":
         attentions = [work.attention for work in family.modules(model) if work.attention is not None]
         for attention in attentions:
             queries, keys = attention.queries * tokens // t, attention.keys * tokens // t
@@ -203,28 +203,28 @@ def _layers_in_flight(layers: int, pp: int, vpp: int, count: int, stage: int) ->
     return peak
 
 
-def transient(config: RunConfig, algorithm: Algorithm, layout: Layout, stage: int) -> Transient:
+def transient(setup: Setup, algorithm: Algorithm, layout: Layout, stage: int) -> Transient:
     """Counts the bytes that a rank of `stage` needs in addition to its state while it computes."""
-    model, width, t = config.model, config.train.weight_bytes, layout.tp
+    model, width, t = setup.model, setup.train.weight_bytes, layout.tp
     family, hidden = family_of(model), model.hidden_size
-    weights = stage_weights(config, layout, stage)
-    tokens = micro_batch_tokens(config, layout)
-    layer = layer_activations(config, family, layout, layout.recompute)
+    weights = stage_weights(setup, layout, stage)
+    tokens = micro_batch_tokens(setup, layout)
+    layer = layer_activations(setup, family, layout, layout.recompute)
     activations = layers_in_flight(model.num_layers, layout, stage) * layer
     logits = 0
     if stage == layout.pp - 1:
-        activations += 2 * width * stream_elements(config, layout)
-        logits = _output_layer(config, tokens * model.vocab_size // t, tokens * hidden, model.vocab_size * hidden // t)
+        activations += 2 * width * stream_elements(setup, layout)
+        logits = _output_layer(setup, tokens * model.vocab_size // t, tokens * hidden, model.vocab_size * hidden // t)
     # The backward pass of one layer: gradients of its largest activations, the gathered stream, the gradient
     # of the largest weight before it is added to the buffer, and the activations that recomputation restores.
     largest = family.activations(model, True).largest * tokens // t
     working = width * (largest + 2 * tokens * hidden + weights.largest)
-    working += layer_activations(config, family, layout, "none") - layer
-    update, adamw = _step_bytes(config, algorithm, layout, weights)
+    working += layer_activations(setup, family, layout, "none") - layer
+    update, adamw = _step_bytes(setup, algorithm, layout, weights)
     return Transient(activations=activations, logits=logits, working=working, update=update, adamw=adamw)
 
 
-def _output_layer(config: RunConfig, logits: int, stream: int, weights: int) -> int:
+def _output_layer(setup: Setup, logits: int, stream: int, weights: int) -> int:
     """Counts the bytes that the loss and the output layer need in addition to activations, at the peak. The
     peak is either in the loss or in the backward pass of the output layer.
 
@@ -239,11 +239,11 @@ def _output_layer(config: RunConfig, logits: int, stream: int, weights: int) -> 
         stream: the elements of the output layer's input, gathered over TP ranks.
         weights: the elements of the output layer on one rank.
     """
-    width = config.train.weight_bytes
+    width = setup.train.weight_bytes
     if width == FP32:
         return FP32 * (logits + stream + weights)
-    loss = (width + FP32 * (2 if config.cluster.device == "cuda" else 1)) * logits
-    if config.cluster.bf16_in_fp32:
+    loss = (width + FP32 * (2 if setup.cluster.device == "cuda" else 1)) * logits
+    if setup.cluster.bf16_in_fp32:
         return loss + FP32 * (stream + weights) + width * stream
     return max(loss, width * (logits + stream + weights))
 
@@ -253,37 +253,37 @@ HOME_BYTES = 16
 the momentum, the update, and the two buffers of the way back. A home's share of elements is that of a fragment."""
 
 
-def _step_bytes(config: RunConfig, algorithm: Algorithm, layout: Layout, weights: StageWeights) -> tuple[int, int]:
+def _step_bytes(setup: Setup, algorithm: Algorithm, layout: Layout, weights: StageWeights) -> tuple[int, int]:
     """Counts the bytes of `Transient.update` and `Transient.adamw`.
 
     Buffers that canzona's engine and optimizers keep from step to step are in `step_buffers`.
     """
-    execution = config.execution
+    execution = setup.execution
     # The engine reads the matrices' gradients from the buffer in which they were reduced.
     if execution.everywhere:
         share = FP32 * (weights.others if execution.ours else weights.matrices + weights.others)
     else:
         share = FP32 * weights.share(layout, matrices=not execution.ours)
     # Gradients that are reduced in bf16 are copied to fp32 for the masters and kept until the step is over.
-    copies = share if config.train.gradient_bytes < FP32 else 0
+    copies = share if setup.train.gradient_bytes < FP32 else 0
     # Without Transformer Engine's fused AdamW, torch's foreach version makes one fp32 temporary per updated
     # element.
-    adamw = copies if config.cluster.fused_layers else copies + share
+    adamw = copies if setup.cluster.fused_layers else copies + share
     if execution is Execution.ADAMW:
         return adamw, 0
-    update = momentary_bytes(config, algorithm)
-    if tp_mode_of(config, layout.tp) == "layer_sharded":
+    update = momentary_bytes(setup, algorithm)
+    if tp_mode_of(setup, layout.tp) == "layer_sharded":
         dense = weights.matrices - weights.experts
         update = max(update, HOME_BYTES * (dense // layout.owners if execution.has_owners else dense))
     return copies + update, adamw if execution.ours else 0
 
 
-def stream_elements(config: RunConfig, layout: Layout) -> int:
+def stream_elements(setup: Setup, layout: Layout) -> int:
     """Counts the elements of one micro-batch's residual stream on one rank."""
-    elements = micro_batch_tokens(config, layout) * config.model.hidden_size
+    elements = micro_batch_tokens(setup, layout) * setup.model.hidden_size
     return elements // (layout.tp if layout.sequence_parallel else 1)
 
 
-def micro_batch_tokens(config: RunConfig, layout: Layout) -> int:
+def micro_batch_tokens(setup: Setup, layout: Layout) -> int:
     """Counts the tokens of a micro-batch on one rank."""
-    return layout.micro_batch_size * config.train.seq_length // layout.cp
+    return layout.micro_batch_size * setup.train.seq_length // layout.cp

@@ -29,7 +29,7 @@ from canzona_cli.core.model.families import family_of, parameter_count
 from canzona_cli.core.model.matrices import Shape, layer_on_rank, matrix_shapes
 from canzona_cli.core.optimizers.facts import Algorithm
 from canzona_cli.core.optimizers.shampoo_facts import factored_sides, packed_elements
-from canzona_cli.core.setup import Execution, Layout, ModelConfig, RunConfig
+from canzona_cli.core.setup import Execution, Layout, ModelConfig, Setup
 from canzona_cli.core.setup.execution import IN_ORDER, with_tp_mode
 from canzona_cli.core.setup.stages import chunk_layers, stage_layers
 
@@ -100,35 +100,35 @@ class Placement:
     padded."""
 
 
-def capacity(config: RunConfig) -> int:
+def capacity(setup: Setup) -> int:
     """Returns the bytes of one GPU that a run may use."""
-    return int((config.cluster.memory_gib - config.cluster.reserved_gib) * GIB)
+    return int((setup.cluster.memory_gib - setup.cluster.reserved_gib) * GIB)
 
 
-def headroom(config: RunConfig) -> int:
+def headroom(setup: Setup) -> int:
     """Returns the bytes of `capacity` that the search of layouts leaves free."""
-    return int(config.cluster.headroom_gib * GIB)
+    return int(setup.cluster.headroom_gib * GIB)
 
 
-def estimate(config: RunConfig, layout: Layout) -> MemoryEstimate:
+def estimate(setup: Setup, layout: Layout) -> MemoryEstimate:
     """Estimates the memory of the rank that needs the most in `layout`."""
-    algorithm = algorithm_of(config)
-    candidates = {stage: _stage_parts(config, algorithm, layout, stage) for stage in _fullest_stages(layout)}
+    algorithm = algorithm_of(setup)
+    candidates = {stage: _stage_parts(setup, algorithm, layout, stage) for stage in _fullest_stages(layout)}
     stage = max(candidates, key=lambda s: sum(candidates[s].values()))
     return MemoryEstimate(
         parts=MappingProxyType(candidates[stage]),
         worst_rank="every rank" if layout.pp == 1 else f"pp stage {stage}",
-        capacity=capacity(config),
-        headroom=headroom(config),
+        capacity=capacity(setup),
+        headroom=headroom(setup),
     )
 
 
-def needs_at_most(config: RunConfig, layout: Layout, limit: int) -> bool:
+def needs_at_most(setup: Setup, layout: Layout, limit: int) -> bool:
     """Returns True if the `estimate` of the fullest rank is at most `limit` bytes. Faster than the estimate, because
     most layouts that need more already do so without temporary memory."""
-    algorithm, stages = algorithm_of(config), _fullest_stages(layout)
-    return all(sum(_lasting_parts(config, algorithm, layout, stage)) <= limit for stage in stages) and all(
-        sum(_stage_parts(config, algorithm, layout, stage).values()) <= limit for stage in stages
+    algorithm, stages = algorithm_of(setup), _fullest_stages(layout)
+    return all(sum(_lasting_parts(setup, algorithm, layout, stage)) <= limit for stage in stages) and all(
+        sum(_stage_parts(setup, algorithm, layout, stage).values()) <= limit for stage in stages
     )
 
 
@@ -138,37 +138,37 @@ def _fullest_stages(layout: Layout) -> list[int]:
     return sorted({0, min(1, layout.pp - 1), layout.pp - 1})
 
 
-def _stage_parts(config: RunConfig, algorithm: Algorithm, layout: Layout, stage: int) -> dict[str, int]:
-    weights, gradients, optimizer, exchange = _lasting_parts(config, algorithm, layout, stage)
+def _stage_parts(setup: Setup, algorithm: Algorithm, layout: Layout, stage: int) -> dict[str, int]:
+    weights, gradients, optimizer, exchange = _lasting_parts(setup, algorithm, layout, stage)
     lasting = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
-    return {**lasting, **transient(config, algorithm, layout, stage).parts(), "exchange": exchange}
+    return {**lasting, **transient(setup, algorithm, layout, stage).parts(), "exchange": exchange}
 
 
-def _lasting_parts(config: RunConfig, algorithm: Algorithm, layout: Layout, stage: int) -> tuple[int, int, int, int]:
+def _lasting_parts(setup: Setup, algorithm: Algorithm, layout: Layout, stage: int) -> tuple[int, int, int, int]:
     # Cached for all modes of Megatron's Muon, on which only transient memory depends.
-    return _lasting(with_tp_mode(config, "duplicated"), algorithm, layout.bare, stage)
+    return _lasting(with_tp_mode(setup, "duplicated"), algorithm, layout.bare, stage)
 
 
 @lru_cache(maxsize=4096)
-def _lasting(config: RunConfig, algorithm: Algorithm, layout: Layout, stage: int) -> tuple[int, int, int, int]:
+def _lasting(setup: Setup, algorithm: Algorithm, layout: Layout, stage: int) -> tuple[int, int, int, int]:
     """Counts the bytes of four parts of `MemoryEstimate`: weights, gradients, optimizer and exchange."""
-    weights, fullest = stage_weights(config, layout, stage), placement(config, layout, stage)
+    weights, fullest = stage_weights(setup, layout, stage), placement(setup, layout, stage)
     # Megatron pads its layer-wise buffers so that undivided parameters fit equal shards. Every rank stores
     # the padding.
     stored = weights.others + (weights.matrices if fullest is None else max(weights.matrices, fullest.padded))
-    weight_bytes, gradient_bytes = config.train.weight_bytes, config.train.gradient_bytes
-    layers = stage_layers(config.model.num_layers, layout, stage)
-    state = sum(_state_on_fullest(config, algorithm, layout, weights, fullest, layers).values())
-    exchange = least_workspace_bytes(config, algorithm)
-    if config.execution is Execution.PLANNED:
-        exchange += least_buffer_bytes(config, layout, stage)
-    elif config.execution is Execution.REDUNDANT:
-        exchange += FP32 * _gathered_elements(config, layout)
+    weight_bytes, gradient_bytes = setup.train.weight_bytes, setup.train.gradient_bytes
+    layers = stage_layers(setup.model.num_layers, layout, stage)
+    state = sum(_state_on_fullest(setup, algorithm, layout, weights, fullest, layers).values())
+    exchange = least_workspace_bytes(setup, algorithm)
+    if setup.execution is Execution.PLANNED:
+        exchange += least_buffer_bytes(setup, layout, stage)
+    elif setup.execution is Execution.REDUNDANT:
+        exchange += FP32 * _gathered_elements(setup, layout)
     return weight_bytes * stored, gradient_bytes * stored, state, exchange
 
 
 def _state_on_fullest(
-    config: RunConfig,
+    setup: Setup,
     algorithm: Algorithm,
     layout: Layout,
     weights: StageWeights,
@@ -182,21 +182,21 @@ def _state_on_fullest(
             case a rank keeps the state of its share of all parameters (AdamW), of every matrix that its TP
             group stores (canzona's sc), or of every fragment that it stores (Megatron's sc).
     """
-    execution = config.execution
+    execution = setup.execution
     adamw = weights.adamw(execution, layout)
     if execution is Execution.ADAMW:
-        return optimizer_state(config, algorithm, adamw, 0, 0)
+        return optimizer_state(setup, algorithm, adamw, 0, 0)
     if fullest is None:
-        counts: Mapping[Shape, int] = {shape: layers * n for shape, n in stored_shapes(config, layout).items()}
+        counts: Mapping[Shape, int] = {shape: layers * n for shape, n in stored_shapes(setup, layout).items()}
         copies = layout.tp if execution is Execution.REDUNDANT else 1
         elements = (weights.matrices - weights.experts) * copies + weights.experts
     else:
         counts, elements = fullest.worst_shapes, fullest.worst
     factors = sum(count * factor_bytes(algorithm, rows, cols) for (rows, cols), count in counts.items())
-    return optimizer_state(config, algorithm, adamw, elements, factors)
+    return optimizer_state(setup, algorithm, adamw, elements, factors)
 
 
-def placement(config: RunConfig, layout: Layout, stage: int) -> Placement | None:
+def placement(setup: Setup, layout: Layout, stage: int) -> Placement | None:
     """Estimates, without a plan, which matrices' state the fullest rank of a stage keeps.
 
     - layerwise: Megatron's packing of TP fragments over D * c ranks, and with ep > 1 of whole experts over
@@ -205,12 +205,12 @@ def placement(config: RunConfig, layout: Layout, stage: int) -> Placement | None
     - asc, paper: matrices over the same cells in natural order;
     - other strategies, in which matrices have no owners: None.
     """
-    execution, model = config.execution, config.model
+    execution, model = setup.execution, setup.model
     if not execution.has_owners:
         return None
     if execution is Execution.LAYERWISE:
         # Megatron cuts the first stage's buffers only.
-        limit = bucket_elements(config, layout) if stage == 0 else None
+        limit = bucket_elements(setup, layout) if stage == 0 else None
         chunks = [chunk_layers(model.num_layers, layout, stage, chunk) for chunk in range(layout.vpp)]
         buffers = [
             layerwise_placement(sizes, len(layers), ranks, limit)
@@ -219,14 +219,14 @@ def placement(config: RunConfig, layout: Layout, stage: int) -> Placement | None
         ]
         worst, padded = sum(buffer.worst for buffer in buffers), sum(buffer.padded for buffer in buffers)
         return Placement(worst=worst, worst_shapes=MappingProxyType({}), padded=padded)
-    return _planned_placement(config, layout, stage)
+    return _planned_placement(setup, layout, stage)
 
 
-def _planned_placement(config: RunConfig, layout: Layout, stage: int) -> Placement:
+def _planned_placement(setup: Setup, layout: Layout, stage: int) -> Placement:
     """Returns the `placement` of a run with a plan."""
-    layers = stage_layers(config.model.num_layers, layout, stage)
-    in_order = config.engine.strategy in IN_ORDER
-    return balanced_placement(matrix_shapes(config), layers, layout.cells, natural_order=in_order)
+    layers = stage_layers(setup.model.num_layers, layout, stage)
+    in_order = setup.engine.strategy in IN_ORDER
+    return balanced_placement(matrix_shapes(setup), layers, layout.cells, natural_order=in_order)
 
 
 def _layerwise_buffers(model: ModelConfig, layout: Layout) -> list[tuple[tuple[int, ...], int]]:
@@ -295,7 +295,7 @@ def balanced_placement(shapes: tuple[Shape, ...], layers: int, cells: int, *, na
     return Placement(worst=loads[worst], worst_shapes=MappingProxyType(contents[worst]), padded=0)
 
 
-def optimizer_state(config: RunConfig, algorithm: Algorithm, adamw: int, elements: int, factors: int) -> dict[str, int]:
+def optimizer_state(setup: Setup, algorithm: Algorithm, adamw: int, elements: int, factors: int) -> dict[str, int]:
     """Counts the bytes of masters, matrix_state and adamw_state on a rank.
 
     AdamW keeps an fp32 master and two moments: 12 bytes per parameter, or 8 with fp32 weights, which need no
@@ -314,8 +314,8 @@ def optimizer_state(config: RunConfig, algorithm: Algorithm, adamw: int, element
         elements: the elements of the matrices whose state the rank keeps.
         factors: the bytes of these matrices' preconditioners.
     """
-    execution = config.execution
-    master = FP32 if config.train.precision == "bf16" else 0
+    execution = setup.execution
+    master = FP32 if setup.train.precision == "bf16" else 0
     return {
         "masters": (FP32 if execution.ours else master) * elements + master * adamw,
         "matrix_state": moment_bytes(algorithm) * elements + factors,
@@ -342,33 +342,33 @@ def factor_bytes(algorithm: Algorithm, rows: int, cols: int) -> int:
     return FP32 * (rule.row_vectors * rows + factors)
 
 
-def checkpoint_bytes(config: RunConfig) -> int:
+def checkpoint_bytes(setup: Setup) -> int:
     """Counts the bytes of a checkpoint's tensors in any layout: one copy of all fp32 masters and state.
     Weights are not stored."""
-    algorithm, count = algorithm_of(config), parameter_count(config.model)
+    algorithm, count = algorithm_of(setup), parameter_count(setup.model)
     adamw_bytes = 3 * FP32
-    if config.execution is Execution.ADAMW:
+    if setup.execution is Execution.ADAMW:
         return adamw_bytes * count.total
-    factors = config.model.num_layers * sum(factor_bytes(algorithm, *shape) for shape in matrix_shapes(config))
+    factors = setup.model.num_layers * sum(factor_bytes(algorithm, *shape) for shape in matrix_shapes(setup))
     adamw_elements = count.total - count.layer_matrices
     return (FP32 + moment_bytes(algorithm)) * count.layer_matrices + factors + adamw_bytes * adamw_elements
 
 
-def spare_bytes(config: RunConfig, algorithm: Algorithm, layout: Layout, limit: int) -> int:
+def spare_bytes(setup: Setup, algorithm: Algorithm, layout: Layout, limit: int) -> int:
     """Returns the bytes that `limit` leaves for the optimizer state of matrices on a rank of the fullest
     stage, after subtracting all other memory that the rank needs under every plan."""
     spare_of_stages = []
     for stage in range(layout.pp):
-        weights = stage_weights(config, layout, stage)
-        needed_bytes = sum(transient(config, algorithm, layout, stage).parts().values())
-        needed_bytes += least_workspace_bytes(config, algorithm) + least_buffer_bytes(config, layout, stage)
-        adamw_bytes = sum(optimizer_state(config, algorithm, weights.share(layout, matrices=False), 0, 0).values())
-        stored_bytes = (config.train.weight_bytes + config.train.gradient_bytes) * (weights.matrices + weights.others)
+        weights = stage_weights(setup, layout, stage)
+        needed_bytes = sum(transient(setup, algorithm, layout, stage).parts().values())
+        needed_bytes += least_workspace_bytes(setup, algorithm) + least_buffer_bytes(setup, layout, stage)
+        adamw_bytes = sum(optimizer_state(setup, algorithm, weights.share(layout, matrices=False), 0, 0).values())
+        stored_bytes = (setup.train.weight_bytes + setup.train.gradient_bytes) * (weights.matrices + weights.others)
         spare_of_stages.append(limit - stored_bytes - adamw_bytes - needed_bytes)
     return min(spare_of_stages)
 
 
-def element_bytes(config: RunConfig, algorithm: Algorithm, counts: Mapping[Shape, int], *, worst_case: bool) -> float:
+def element_bytes(setup: Setup, algorithm: Algorithm, counts: Mapping[Shape, int], *, worst_case: bool) -> float:
     """Returns the bytes of optimizer state per element of the matrices.
 
     Args:
@@ -382,10 +382,10 @@ def element_bytes(config: RunConfig, algorithm: Algorithm, counts: Mapping[Shape
     else:
         elements = sum(size * count for _, size, count in sizes)
         factors = sum(size * count for size, _, count in sizes) / elements
-    return sum(optimizer_state(config, algorithm, 0, 1, 0).values()) + factors
+    return sum(optimizer_state(setup, algorithm, 0, 1, 0).values()) + factors
 
 
-def least_buffer_bytes(config: RunConfig, layout: Layout, stage: int) -> int:
+def least_buffer_bytes(setup: Setup, layout: Layout, stage: int) -> int:
     """Estimates a lower bound, for any plan, on the bytes of the engine's message and gradient buffers in a
     stage.
 
@@ -393,36 +393,36 @@ def least_buffer_bytes(config: RunConfig, layout: Layout, stage: int) -> int:
     assembled fp32 gradient. With tp = 1 nothing is sent, but gradients are copied (`_copied_elements`), in
     batches of at most `BATCH_BYTES` or of one matrix.
     """
-    elements = [math.prod(shape) for shape in matrix_shapes(config)]
+    elements = [math.prod(shape) for shape in matrix_shapes(setup)]
     largest = max(elements)
     if layout.tp == 1:
-        copied_share = sum(_copied_elements(config)) / sum(elements)
-        copied = int(FP32 * _planned_placement(config, layout, stage).worst * copied_share)
+        copied_share = sum(_copied_elements(setup)) / sum(elements)
+        copied = int(FP32 * _planned_placement(setup, layout, stage).worst * copied_share)
         return min(copied, max(BATCH_BYTES, FP32 * largest))
     message = largest * (layout.tp - 1) // layout.tp
     # Gradients and weights have send and receive buffers, in two sets.
-    return 2 * 2 * (config.train.weight_bytes + config.engine.gradient_bytes) * message + FP32 * largest
+    return 2 * 2 * (setup.train.weight_bytes + setup.engine.gradient_bytes) * message + FP32 * largest
 
 
-def _gathered_elements(config: RunConfig, layout: Layout) -> int:
+def _gathered_elements(setup: Setup, layout: Layout) -> int:
     """Counts the elements of the engine's buffers under strategy sc. The engine gathers one matrix at a time,
     with buffers for the rank's fragment, all ranks' fragments, and the assembled matrix. With tp = 1 only
     copies are needed (`_copied_elements`)."""
     if layout.tp == 1:
-        return max(_copied_elements(config), default=0)
-    largest = max(math.prod(shape) for shape in matrix_shapes(config))
+        return max(_copied_elements(setup), default=0)
+    largest = max(math.prod(shape) for shape in matrix_shapes(setup))
     return largest // layout.tp + 2 * largest
 
 
-def _copied_elements(config: RunConfig) -> list[int]:
+def _copied_elements(setup: Setup) -> list[int]:
     """Lists the sizes, in elements, of one layer's gradients that are copied with tp = 1. Gradients are
     copied if they are not contiguous and in fp32 in the gradient buffer. If gradients are reduced in bf16,
     all are copied; otherwise only those of separate q, k and v, whose rows are interleaved in their
     parameter."""
-    if config.train.gradient_bytes != FP32:
-        return [math.prod(shape) for shape in matrix_shapes(config)]
-    if config.engine.splitting not in ("qkv", "split"):
+    if setup.train.gradient_bytes != FP32:
+        return [math.prod(shape) for shape in matrix_shapes(setup)]
+    if setup.engine.splitting not in ("qkv", "split"):
         return []
-    weights = family_of(config.model).weights(config.model)
+    weights = family_of(setup.model).weights(setup.model)
     interleaved = [weight for weight in weights if weight.cut == "repeats"]
     return [weight.repeats * part.rows * weight.cols for weight in interleaved for part in weight.parts]

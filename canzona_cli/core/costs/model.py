@@ -13,7 +13,7 @@ from canzona_cli.core.costs.buffers import stage_weights, stream_elements
 from canzona_cli.core.costs.links import Groups, Links, Transfer
 from canzona_cli.core.costs.modules import Module, ModuleTimes
 from canzona_cli.core.costs.update import adamw_seconds, memory_rate, step_factor
-from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.core.setup import Layout, Setup
 from canzona_cli.core.setup.stages import chunk_layers
 
 
@@ -81,7 +81,7 @@ class StageTime:
 
 
 @lru_cache(maxsize=64)
-def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
+def stage_time(setup: Setup, layout: Layout, stage: int) -> StageTime:
     """Returns the times of the modules of `stage`, for one micro-batch on one rank.
 
     With sequences of s tokens and c = cp, let T = micro-batch * s / c tokens, h the hidden size, a query
@@ -104,7 +104,7 @@ def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
       the embedding (with sequence parallelism an all-gather or a reduce-scatter), and the same in the
       backward pass; in the loss, three all-reduces of one number per token.
     """
-    times, model = ModuleTimes(config, layout), config.model
+    times, model = ModuleTimes(setup, layout), setup.model
     layer = times.layer()
     layers_by_chunk = (chunk_layers(model.num_layers, layout, stage, chunk) for chunk in range(layout.vpp))
     chunks = [[module._replace(layer=index) for index in layers for module in layer] for layers in layers_by_chunk]
@@ -112,14 +112,14 @@ def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
         chunks[0].insert(0, times.embedding())
     if stage == layout.pp - 1:
         chunks[-1].append(times.output(tied=stage == 0 and model.tied_embeddings))
-    return StageTime(chunks=tuple(map(tuple, chunks)), hop=hop(config, layout), pass_s=1e-6 * config.cluster.pass_us)
+    return StageTime(chunks=tuple(map(tuple, chunks)), hop=hop(setup, layout), pass_s=1e-6 * setup.cluster.pass_us)
 
 
-def passes(config: RunConfig, layout: Layout) -> list[list[tuple[float, float]]]:
+def passes(setup: Setup, layout: Layout) -> list[list[tuple[float, float]]]:
     """Returns the forward and backward seconds of one micro-batch, by stage and model chunk: the
     `StageTime.passes` of all stages, computed faster, without lists of modules."""
-    (layer_s, layer_back_s), embedding, output = _pieces(config, _one_stage(layout))
-    layers, pass_s = config.model.num_layers, 1e-6 * config.cluster.pass_us
+    (layer_s, layer_back_s), embedding, output = _pieces(setup, _one_stage(layout))
+    layers, pass_s = setup.model.num_layers, 1e-6 * setup.cluster.pass_us
 
     def of_chunk(stage: int, chunk: int) -> tuple[float, float]:
         count = len(chunk_layers(layers, layout, stage, chunk))
@@ -132,10 +132,10 @@ def passes(config: RunConfig, layout: Layout) -> list[list[tuple[float, float]]]
     return by_stage
 
 
-def layer_and_ends(config: RunConfig, layout: Layout) -> tuple[float, float]:
+def layer_and_ends(setup: Setup, layout: Layout) -> tuple[float, float]:
     """Returns the seconds of a micro-batch's forward and backward pass through a layer; and those through the
     embedding and the output layer together."""
-    layer, embedding, output = _pieces(config, _one_stage(layout))
+    layer, embedding, output = _pieces(setup, _one_stage(layout))
     return sum(layer), sum(embedding) + sum(output)
 
 
@@ -145,46 +145,46 @@ def _one_stage(layout: Layout) -> Layout:
 
 
 @lru_cache(maxsize=4096)
-def _pieces(config: RunConfig, layout: Layout) -> tuple[tuple[float, float], ...]:
+def _pieces(setup: Setup, layout: Layout) -> tuple[tuple[float, float], ...]:
     """Returns the forward and backward seconds of a layer, of the embedding and of the output layer.
 
     The seconds depend on pp and dp only through their product. The caller therefore sets pp to 1 and
     multiplies dp by it, so that layouts that differ only in how they divide ranks between pp and dp share a
     cached result. Nor do the seconds depend on whether the output layer is tied.
     """
-    times = ModuleTimes(config, layout)
+    times = ModuleTimes(setup, layout)
     pieces = times.layer(), [times.embedding()], [times.output(tied=False)]
     stages = (StageTime(chunks=(tuple(modules),), hop=Transfer(), pass_s=0.0) for modules in pieces)
     return tuple((stage.forward_s, stage.backward_s) for stage in stages)
 
 
-def hop(config: RunConfig, layout: Layout) -> Transfer:
+def hop(setup: Setup, layout: Layout) -> Transfer:
     """Returns the transfer of one micro-batch's residual stream to the next pipeline stage."""
     if layout.pp == 1:
         return Transfer()
-    width = config.train.weight_bytes
-    crosses = Groups.of(layout, config.cluster).stage_crosses
-    return Links(cluster=config.cluster).point_to_point(stream_elements(config, layout) * width, crosses=crosses)
+    width = setup.train.weight_bytes
+    crosses = Groups.of(layout, setup.cluster).stage_crosses
+    return Links(cluster=setup.cluster).point_to_point(stream_elements(setup, layout) * width, crosses=crosses)
 
 
-def units_taken(config: RunConfig, layout: Layout) -> float:
+def units_taken(setup: Setup, layout: Layout) -> float:
     """Returns the share of a GPU's compute units that data-parallel collectives occupy. Over several nodes it
     is proportional to the number of network ports that the collectives use, because NCCL runs channels for
     each port."""
-    cluster, group = config.cluster, Groups.of(layout, config.cluster).data
+    cluster, group = setup.cluster, Groups.of(layout, setup.cluster).data
     ports = 1.0 if group.machines == 1 else group.per_machine / cluster.gpus_per_node
     return cluster.collective_units * ports
 
 
-def zeroing_seconds(config: RunConfig, layout: Layout, stage: int, padding: int = 0) -> float:
+def zeroing_seconds(setup: Setup, layout: Layout, stage: int, padding: int = 0) -> float:
     """Returns the seconds that it takes to zero a stage's gradient buffers, before the first forward pass.
 
     Args:
         padding: the elements of padding in the buffers.
     """
-    weights = stage_weights(config, layout, stage)
+    weights = stage_weights(setup, layout, stage)
     elements = weights.matrices + weights.others + padding
-    return elements * config.train.gradient_bytes / memory_rate(config.cluster)
+    return elements * setup.train.gradient_bytes / memory_rate(setup.cluster)
 
 
 NORM_BYTES, CLIP_BYTES = 4, 8
@@ -194,12 +194,12 @@ NORM_BYTES, CLIP_BYTES = 4, 8
 class NormClip:
     """The time of gradient norm and clip, if ranks do not share a device."""
 
-    def __init__(self, config: RunConfig, layout: Layout) -> None:
-        byte_s = step_factor(config, "norm_clip") / memory_rate(config.cluster)
+    def __init__(self, setup: Setup, layout: Layout) -> None:
+        byte_s = step_factor(setup, "norm_clip") / memory_rate(setup.cluster)
         self.norm_element_s = NORM_BYTES * byte_s
         """The seconds that the norm takes for each gradient element that was reduced to a rank."""
-        world = Groups.of(layout, config.cluster).world
-        self.all_reduce_s = Links(cluster=config.cluster).all_reduce(8.0, world).seconds
+        world = Groups.of(layout, setup.cluster).world
+        self.all_reduce_s = Links(cluster=setup.cluster).all_reduce(8.0, world).seconds
         """The seconds of the all-reduce of a few numbers over all ranks."""
         self.clip_element_s = CLIP_BYTES * byte_s
         """The seconds for each element that is clipped in a separate pass."""
@@ -214,11 +214,11 @@ class NormClip:
         return elements * self.norm_element_s + self.all_reduce_s + clipped * self.clip_element_s
 
 
-def least_before_updates(config: RunConfig, layout: Layout) -> float:
+def least_before_updates(setup: Setup, layout: Layout) -> float:
     """Estimates the least seconds of norm, clip and AdamW on a rank: the time of an average owner in stage
     pp // 2, which has neither embedding nor output layer if pp > 2."""
-    weights = stage_weights(config, layout, layout.pp // 2)
+    weights = stage_weights(setup, layout, layout.pp // 2)
     adamw = weights.others / layout.owners
     matrices = weights.reduced(layout)
-    update_s = step_factor(config, "adamw_update") * adamw_seconds(adamw, config.cluster)
-    return NormClip(config, layout).seconds(matrices + adamw, adamw) + update_s
+    update_s = step_factor(setup, "adamw_update") * adamw_seconds(adamw, setup.cluster)
+    return NormClip(setup, layout).seconds(matrices + adamw, adamw) + update_s

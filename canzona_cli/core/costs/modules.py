@@ -21,7 +21,7 @@ from canzona_cli.core.costs.links import Group, Groups, Link, Links, Transfer
 from canzona_cli.core.costs.update import matmul_rate, matmul_seconds, memory_rate, rates
 from canzona_cli.core.model.families import family_of
 from canzona_cli.core.model.family import Attention, Part, Weight, Work
-from canzona_cli.core.setup import ClusterConfig, Layout, RunConfig
+from canzona_cli.core.setup import ClusterConfig, Layout, Setup
 from canzona_cli.core.setup.execution import dispatcher_of
 
 ELEMENTWISE_PASSES = {True: 1.2, False: 3.0}
@@ -95,16 +95,16 @@ class Module(NamedTuple):
 class ModuleTimes:
     """The times of a model's modules for one micro-batch on one rank."""
 
-    def __init__(self, config: RunConfig, layout: Layout) -> None:
-        self._config, self._layout, self._cluster = config, layout, config.cluster
-        cluster, width = config.cluster, config.train.weight_bytes
-        self._tokens, self._stream = micro_batch_tokens(config, layout), stream_elements(config, layout)
+    def __init__(self, setup: Setup, layout: Layout) -> None:
+        self._setup, self._layout, self._cluster = setup, layout, setup.cluster
+        cluster, width = setup.cluster, setup.train.weight_bytes
+        self._tokens, self._stream = micro_batch_tokens(setup, layout), stream_elements(setup, layout)
         self._memory_s = ELEMENTWISE_PASSES[cluster.fused_layers] * width / memory_rate(cluster)
         """The seconds of elementwise work per element and fused pass, `ELEMENTWISE_PASSES` included."""
-        self._accumulate_s = 2 * config.train.gradient_bytes / memory_rate(cluster)
+        self._accumulate_s = 2 * setup.train.gradient_bytes / memory_rate(cluster)
         """The seconds to add one element's gradient to its buffer."""
         links, group = Links(cluster=cluster), Groups.of(layout, cluster).tp
-        size = float(self._tokens * config.model.hidden_size * width)
+        size = float(self._tokens * setup.model.hidden_size * width)
         half_reduced = links.all_reduce(size, group).scaled(0.5)
         self._exchange = links.all_gather(size, group) if layout.sequence_parallel else half_reduced
         """Half an all-reduce of the residual stream; with sequence parallelism, an all-gather."""
@@ -114,7 +114,7 @@ class ModuleTimes:
 
     def layer(self) -> list[Module]:
         """Returns the first layer's modules in forward order."""
-        model = self._config.model
+        model = self._setup.model
         modules = [self._module(work) for work in family_of(model).modules(model)]
         if self._cluster.dispatch_overlap:
             modules = _with_hidden_dispatch(self._cluster, modules)
@@ -129,7 +129,7 @@ class ModuleTimes:
             forward_s=forward_s,
             backward_s=backward_s,
             again_s=0.0,
-            weights=self._config.model.vocab_size // self._layout.tp * self._config.model.hidden_size,
+            weights=self._setup.model.vocab_size // self._layout.tp * self._setup.model.hidden_size,
             moves=(self._exchange, self._exchange),
         )
 
@@ -139,10 +139,10 @@ class ModuleTimes:
         Args:
             tied: True if the output layer uses the embedding's weight on the same stage.
         """
-        model, cluster, tokens = self._config.model, self._cluster, self._tokens
+        model, cluster, tokens = self._setup.model, self._cluster, self._tokens
         vocabulary = model.vocab_size // self._layout.tp
         weights = vocabulary * model.hidden_size
-        product_s = matmul_seconds(cluster, tokens, model.hidden_size, vocabulary, self._config.train.precision)
+        product_s = matmul_seconds(cluster, tokens, model.hidden_size, vocabulary, self._setup.train.precision)
         logits_byte_s = tokens * vocabulary / memory_rate(cluster)  # one byte of each logit
         moved_s = 2 * self._memory_s * self._stream
         forward_s, backward_s = self._on_slowest_gpu(
@@ -161,7 +161,7 @@ class ModuleTimes:
 
     def _module(self, work: Work) -> Module:
         """Returns one module of the first layer."""
-        config, layout, tokens = self._config, self._layout, self._tokens
+        config, layout, tokens = self._setup, self._layout, self._tokens
         products_s = products_seconds(config, layout, work)
         weights = _held_experts(layout, work) * _held_weight(layout, work).elements
         moved_elements: float = work.stream * self._stream + tokens * (work.elements // layout.tp)
@@ -267,13 +267,13 @@ def slowest_gpu_factor(cluster: ClusterConfig, ranks: int) -> float:
 
 
 def _core_attention(
-    config: RunConfig, layout: Layout, attention: Attention
+    setup: Setup, layout: Layout, attention: Attention
 ) -> tuple[float, float, tuple[Transfer, Transfer]]:
     """Returns the forward and backward seconds of one layer's core attention for a micro-batch on one rank,
     and the context-parallel transfers of both passes."""
-    cluster, t = config.cluster, layout.tp
-    tokens, unit = micro_batch_tokens(config, layout), config.train.precision
-    flops = 2.0 * tokens * config.train.seq_length * attention.queries / t
+    cluster, t = setup.cluster, layout.tp
+    tokens, unit = micro_batch_tokens(setup, layout), setup.train.precision
+    flops = 2.0 * tokens * setup.train.seq_length * attention.queries / t
     if cluster.device == "cpu":
         forward_s = flops / (CPU_ATTENTION * matmul_rate(cluster, 1, "fp32"))
         backward_s = 2.5 * forward_s
@@ -285,7 +285,7 @@ def _core_attention(
     if layout.cp == 1:
         return forward_s, backward_s, (Transfer(), Transfer())
     links, group = Links(cluster=cluster), Groups.of(layout, cluster).cp
-    slice_bytes = 2.0 * tokens * attention.keys / t * config.train.weight_bytes
+    slice_bytes = 2.0 * tokens * attention.keys / t * setup.train.weight_bytes
     if cluster.fused_layers:
         # While the attention of one slice is computed, the next slice is sent; in the backward pass, so is
         # the slice's gradient. The slowest hop of a ring over several nodes is over the network.
@@ -302,11 +302,11 @@ def _core_attention(
     return forward_s, backward_s, transfers
 
 
-def _head_passes(config: RunConfig, attention: Attention) -> float:
+def _head_passes(setup: Setup, attention: Attention) -> float:
     """Returns the time of rotary embedding and QK-norm as a number of passes over queries and keys."""
     if not attention.normalised:
         return 2.0
-    return 2.0 + 2.0 * (QK_NORM_PASSES if config.cluster.fused_layers else 1.0)
+    return 2.0 + 2.0 * (QK_NORM_PASSES if setup.cluster.fused_layers else 1.0)
 
 
 def _held_weight(layout: Layout, work: Work) -> Weight:
@@ -319,11 +319,11 @@ def _held_experts(layout: Layout, work: Work) -> int:
     return work.experts // layout.ep if work.experts > 1 else 1
 
 
-def products_seconds(config: RunConfig, layout: Layout, work: Work) -> float:
+def products_seconds(setup: Setup, layout: Layout, work: Work) -> float:
     """Returns the seconds that a module's matmuls take in the forward pass of a micro-batch."""
-    cluster, weight, experts = config.cluster, _held_weight(layout, work), _held_experts(layout, work)
-    copies = micro_batch_tokens(config, layout) * work.experts_per_token * layout.expert_tp // layout.tp
-    tokens = max(1, copies // experts) if work.experts > 1 else micro_batch_tokens(config, layout)
+    cluster, weight, experts = setup.cluster, _held_weight(layout, work), _held_experts(layout, work)
+    copies = micro_batch_tokens(setup, layout) * work.experts_per_token * layout.expert_tp // layout.tp
+    tokens = max(1, copies // experts) if work.experts > 1 else micro_batch_tokens(setup, layout)
     volume = float(tokens * weight.elements)
     side = volume ** (1 / 3)
     if cluster.device == "cuda" and experts > 1:
@@ -331,7 +331,7 @@ def products_seconds(config: RunConfig, layout: Layout, work: Work) -> float:
         # GEMM of the smallest size in the profile's table.
         smallest, _ = rates(cluster)[0]
         side = max(side, min(float(smallest), side * min(STREAMS, experts) ** (1 / 3)))
-    return experts * 2.0 * volume / matmul_rate(cluster, side, config.train.precision)
+    return experts * 2.0 * volume / matmul_rate(cluster, side, setup.train.precision)
 
 
 def launch_seconds(cluster: ClusterConfig, seconds: float) -> float:
@@ -343,17 +343,17 @@ def launch_seconds(cluster: ClusterConfig, seconds: float) -> float:
     return max(waited_s, host_s - seconds)
 
 
-def copy_passes(config: RunConfig, layout: Layout) -> float:
+def copy_passes(setup: Setup, layout: Layout) -> float:
     """Returns how many times the elements in `Work.copied` pass through a rank's memory.
 
     Copies of tokens are sorted by expert. After `alltoall` they are in the order of their senders and must be
     sorted again. If experts are divided among ranks, each TP rank copies 1 / tp of the tokens.
     """
-    sorts = 2 if layout.ep > 1 and dispatcher_of(config) == "alltoall" else 1
+    sorts = 2 if layout.ep > 1 and dispatcher_of(setup) == "alltoall" else 1
     return sorts * layout.expert_tp / layout.tp
 
 
-def dispatch(config: RunConfig, layout: Layout) -> Transfer:
+def dispatch(setup: Setup, layout: Layout) -> Transfer:
     """Returns the transfer of a micro-batch's tokens to their experts. The transfer back takes as long.
 
     - allgather: every rank receives all ranks' tokens;
@@ -361,16 +361,16 @@ def dispatch(config: RunConfig, layout: Layout) -> Transfer:
     - flex (DeepEP): one copy of a token is sent over the network to each node that has an expert of the
       token, and from there to each rank with such an expert; both links work at the same time.
     """
-    links, group = Links(cluster=config.cluster), Groups.of(layout, config.cluster).dispatch
-    tokens = micro_batch_tokens(config, layout) // layout.tp
-    size = float(tokens * config.model.hidden_size * config.train.weight_bytes)
-    kind = dispatcher_of(config)
+    links, group = Links(cluster=setup.cluster), Groups.of(layout, setup.cluster).dispatch
+    tokens = micro_batch_tokens(setup, layout) // layout.tp
+    size = float(tokens * setup.model.hidden_size * setup.train.weight_bytes)
+    kind = dispatcher_of(setup)
     if kind == "allgather":
         moved = links.all_gather(group.size * size, group)
     elif kind == "flex":
-        moved = _flex_dispatch(links, group, size, config.model.experts_per_token)
+        moved = _flex_dispatch(links, group, size, setup.model.experts_per_token)
     else:
-        sent = [size * config.model.experts_per_token * (group.size - 1) / group.size] * group.size
+        sent = [size * setup.model.experts_per_token * (group.size - 1) / group.size] * group.size
         moved = links.all_to_all(sent, sent, group)
     # Count the cores of all groups that one owner's ranks are in, as for tensor-parallel collectives.
     return moved.with_cores(moved.cores * layout.tp / layout.ep)

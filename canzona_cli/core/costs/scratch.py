@@ -11,7 +11,7 @@ from canzona_cli.core.model.matrices import Shape, matrix_shapes
 from canzona_cli.core.optimizers.facts import Algorithm
 from canzona_cli.core.optimizers.muon_facts import BLOCK
 from canzona_cli.core.optimizers.shampoo_facts import STACKED_SQUARES, factored_sides
-from canzona_cli.core.setup import MomentumConfig, NorMuonConfig, RunConfig
+from canzona_cli.core.setup import MomentumConfig, NorMuonConfig, Setup
 
 BATCH_BYTES = 256 << 20
 """The limit on the bytes of fp32 gradients that a rank copies at once, of matrices that no other rank of its
@@ -38,7 +38,7 @@ def batch_slices(elements: Sequence[int]) -> list[slice]:
 
 
 def workspace_bytes(
-    config: RunConfig,
+    setup: Setup,
     algorithm: Algorithm,
     batches: Iterable[Sequence[Shape]],
     shared: Iterable[tuple[int, int]] = (),
@@ -61,10 +61,10 @@ def workspace_bytes(
         interleaved: the same for each shared matrix that is interleaved with a matrix of `shared`, and
             therefore has separate iterates and squares.
     """
-    if not keeps_workspace(config):
+    if not keeps_workspace(setup):
         return 0
-    if isinstance(config.optimizer, MomentumConfig):
-        return _muon(config, config.optimizer, algorithm, batches, shared, interleaved)
+    if isinstance(setup.optimizer, MomentumConfig):
+        return _muon(setup, setup.optimizer, algorithm, batches, shared, interleaved)
     if not RULES[algorithm.name].preconditioned:
         return 0
     shapes = {shape for batch in batches for shape in batch}
@@ -74,13 +74,13 @@ def workspace_bytes(
     right = [r * c for r, c in shapes if c <= algorithm.max_preconditioner_dim]
     largest = max(map(math.prod, shapes), default=0)
     square = max((side**2 for side in sides), default=0)
-    if sides and config.cluster.device != "cpu":
+    if sides and setup.cluster.device != "cpu":
         square = max(square, STACKED_SQUARES)
     return FP32 * (square + largest + sum(max(sizes, default=0) for sizes in (left, right)))
 
 
 def _muon(
-    config: RunConfig,
+    setup: Setup,
     muon: MomentumConfig,
     algorithm: Algorithm,
     batches: Iterable[Sequence[Shape]],
@@ -90,18 +90,18 @@ def _muon(
     """Counts the bytes of scratch of Muon's updates, see `workspace_bytes`."""
     # All sizes are in elements. `second_...` belong to the second of two interleaved shared matrices.
     iterate = square = gram_square = direction = gram_copy = block = second_iterate = second_square = 0
-    keeps_copy = config.cluster.device == "cuda" and algorithm.fused and config.train.weight_bytes < FP32
+    keeps_copy = setup.cluster.device == "cuda" and algorithm.fused and setup.train.weight_bytes < FP32
     for batch in batches:
         for (rows, cols), count in Counter(batch).items():
-            stacked = min(count, stack_of(algorithm, rows, cols, config.cluster))
+            stacked = min(count, stack_of(algorithm, rows, cols, setup.cluster))
             iterate = max(iterate, stacked * rows * cols)
             square = max(square, stacked * min(rows, cols) ** 2)
-            if form_of(algorithm, rows, cols, config.cluster) == "gram":
+            if form_of(algorithm, rows, cols, setup.cluster) == "gram":
                 gram_square = max(gram_square, stacked * min(rows, cols) ** 2)
                 # One matrix may be left over from stacks and is then updated alone.
                 gram_copy = max(gram_copy, rows * cols if keeps_copy and (stacked == 1 or count % stacked == 1) else 0)
             in_block = max(1, min(stacked, BLOCK // (rows * cols)))
-            by_blocks = config.cluster.device == "cpu" and not isinstance(muon, NorMuonConfig)
+            by_blocks = setup.cluster.device == "cpu" and not isinstance(muon, NorMuonConfig)
             direction = max(direction, (in_block if by_blocks else stacked) * rows * cols)
             block = max(block, min(in_block * rows, max(1, BLOCK // cols)) * cols)
     for fragment, shared_square in shared:
@@ -112,20 +112,20 @@ def _muon(
         second_iterate, second_square = max(second_iterate, fragment), max(second_square, shared_square)
         direction, block = max(direction, fragment), max(block, min(fragment, BLOCK))
     fp32 = direction if muon.nesterov or isinstance(muon, NorMuonConfig) else gram_copy
-    if config.cluster.device == "cpu":
+    if setup.cluster.device == "cpu":
         fp32 += block
     products = iterate + square + gram_square + second_iterate + 2 * second_square
-    return config.train.weight_bytes * 2 * products + FP32 * fp32
+    return setup.train.weight_bytes * 2 * products + FP32 * fp32
 
 
 @lru_cache(maxsize=64)
-def least_workspace_bytes(config: RunConfig, algorithm: Algorithm) -> int:
+def least_workspace_bytes(setup: Setup, algorithm: Algorithm) -> int:
     """Counts the `workspace_bytes` of a rank that updates one matrix at a time."""
-    return workspace_bytes(config, algorithm, [(shape,) for shape in matrix_shapes(config)])
+    return workspace_bytes(setup, algorithm, [(shape,) for shape in matrix_shapes(setup)])
 
 
 @lru_cache(maxsize=64)
-def momentary_bytes(config: RunConfig, algorithm: Algorithm) -> int:
+def momentary_bytes(setup: Setup, algorithm: Algorithm) -> int:
     """Counts the bytes that the update of the model's largest matrix needs temporarily, in addition to state
     and `workspace_bytes`.
 
@@ -137,8 +137,8 @@ def momentary_bytes(config: RunConfig, algorithm: Algorithm) -> int:
       three matrices, in fp32;
     - AdamW: three matrices in fp32.
     """
-    shapes, width = set(matrix_shapes(config)), config.train.weight_bytes
-    keeps = keeps_workspace(config)
+    shapes, width = set(matrix_shapes(setup)), setup.train.weight_bytes
+    keeps = keeps_workspace(setup)
     orthogonal = not RULES[algorithm.name].preconditioned and algorithm.name != "adamw"
     if orthogonal and keeps:
         return 0
@@ -152,7 +152,7 @@ def momentary_bytes(config: RunConfig, algorithm: Algorithm) -> int:
     return FP32 * (matrices * rows * cols + squares * max(sides, default=0) ** 2)
 
 
-def keeps_workspace(config: RunConfig) -> bool:
+def keeps_workspace(setup: Setup) -> bool:
     """Returns True if canzona's optimizers update the run's matrices. They keep their scratch from step to
     step."""
-    return config.execution.ours and config.optimizer.name != "custom"
+    return setup.execution.ours and setup.optimizer.name != "custom"

@@ -20,7 +20,7 @@ from canzona_cli.core.fields import Seconds
 from canzona_cli.core.model.matrices import Matrix, matrices
 from canzona_cli.core.optimizers.facts import Algorithm, Work
 from canzona_cli.core.optimizers.muon_facts import matmul_bytes, segments
-from canzona_cli.core.setup import ClusterConfig, Execution, Layout, RunConfig
+from canzona_cli.core.setup import ClusterConfig, Execution, Layout, Setup
 from canzona_cli.core.setup.execution import IN_ORDER
 
 _FLAG_BYTES = 16
@@ -50,17 +50,17 @@ HOSTED: SharedCosts = MappingProxyType({})
 """The value of `Assignment.shared_costs` if no matrix is shared."""
 
 
-def shared_costs(config: RunConfig, algorithm: Algorithm, layout: Layout, members: Sequence[Matrix]) -> SharedCosts:
+def shared_costs(setup: Setup, algorithm: Algorithm, layout: Layout, members: Sequence[Matrix]) -> SharedCosts:
     """Returns the costs of all matrices that can be shared, by index.
 
     No matrix can be shared if `engine.mode` is hosted or `why_hosted` gives a reason. Otherwise a matrix can
     be shared if TP cuts its long side and tp divides its short side. Unless `optimizer.form` is gram, the
     short side also has to be at least `GRAM_MIN_SIDE`.
     """
-    if config.engine.mode == "hosted" or why_hosted(config, algorithm, layout) is not None:
+    if setup.engine.mode == "hosted" or why_hosted(setup, algorithm, layout) is not None:
         return HOSTED
     return {
-        matrix.index: shared_cost_of(algorithm, matrix.rows, matrix.cols, layout.tp, config.cluster)
+        matrix.index: shared_cost_of(algorithm, matrix.rows, matrix.cols, layout.tp, setup.cluster)
         for matrix in members
         if matrix.cut_long
         and (algorithm.form == "gram" or min(matrix.shape) >= GRAM_MIN_SIDE)
@@ -68,10 +68,10 @@ def shared_costs(config: RunConfig, algorithm: Algorithm, layout: Layout, member
     }
 
 
-def why_hosted(config: RunConfig, algorithm: Algorithm, layout: Layout) -> str | None:
+def why_hosted(setup: Setup, algorithm: Algorithm, layout: Layout) -> str | None:
     """Returns the reason why no matrix of a run can be shared; None if it depends on a matrix's shape whether
     it can be shared."""
-    engine = config.engine
+    engine = setup.engine
     if engine.strategy in IN_ORDER:
         return f"engine.strategy is {engine.strategy}, which updates each matrix on one host"
     if layout.tp == 1:
@@ -79,29 +79,29 @@ def why_hosted(config: RunConfig, algorithm: Algorithm, layout: Layout) -> str |
     if layout.ep > 1:
         return f"parallel.ep is {layout.ep}, and experts fill the ranks that other matrices leave idle"
     if algorithm.custom or not RULES[algorithm.name].shared:
-        return f"optimizer {config.optimizer.name} updates whole matrices"
+        return f"optimizer {setup.optimizer.name} updates whole matrices"
     if algorithm.form == "standard":
         return "optimizer.form or optimizer.coefficients sets the standard form, but shared matrices need the Gram form"
-    if engine.mode == "auto" and not config.cluster.may_choose("shared"):
+    if engine.mode == "auto" and not setup.cluster.may_choose("shared"):
         return "shared matrices are not in cluster.verified"
-    if algorithm.form == "auto" and not gram_holds(algorithm, config.cluster):
+    if algorithm.form == "auto" and not gram_holds(algorithm, setup.cluster):
         return "optimizer.form=auto avoids the Gram form, which shared matrices need, because matmuls are in bf16 here"
     return None
 
 
-def mode_warnings(config: RunConfig, layout: Layout, members: Sequence[Matrix] | None = None) -> Iterator[str]:
+def mode_warnings(setup: Setup, layout: Layout, members: Sequence[Matrix] | None = None) -> Iterator[str]:
     """Yields a warning if `engine.mode` asks for shared matrices and no matrix of the run can be shared.
 
     Args:
         members: the run's matrices; None for those of `config.model`.
     """
-    if config.engine.mode != "shared" or config.execution is not Execution.PLANNED:
+    if setup.engine.mode != "shared" or setup.execution is not Execution.PLANNED:
         return
     if members is None:
-        members = matrices(config.model, layout, config.engine.splitting)
-    algorithm = algorithm_of(config)
-    reason = why_hosted(config, algorithm, layout)
-    if reason is None and not shared_costs(config, algorithm, layout, members):
+        members = matrices(setup.model, layout, setup.engine.splitting)
+    algorithm = algorithm_of(setup)
+    reason = why_hosted(setup, algorithm, layout)
+    if reason is None and not shared_costs(setup, algorithm, layout, members):
         reason = f"no matrix has a long side that TP cuts and a short side that is a multiple of {layout.tp}"
         if algorithm.form != "gram":
             reason += f" and at least {GRAM_MIN_SIDE} long (optimizer.form=gram shares shorter ones)"

@@ -28,7 +28,7 @@ from canzona_cli.core.setup import (
     OptimizerConfig,
     Precision,
     RootMethod,
-    RunConfig,
+    Setup,
     ShampooConfig,
 )
 
@@ -101,19 +101,19 @@ def summed(times: Iterable[UpdateTime]) -> UpdateTime:
     return UpdateTime(math.fsum(time.device_s for time in both), math.fsum(time.host_s for time in both))
 
 
-def algorithm_of(config: RunConfig) -> Algorithm:
+def algorithm_of(setup: Setup) -> Algorithm:
     """Returns the settings of a run's optimizer on which update costs depend."""
-    algorithm = _algorithm(config.optimizer, config.train.precision)
-    if isinstance(config.optimizer, MomentumConfig):
-        cluster, graph = config.cluster, config.optimizer.graph
-        on_gpu = cluster.device == "cuda" and implementation(config) == "canzona"
+    algorithm = _algorithm(setup.optimizer, setup.train.precision)
+    if isinstance(setup.optimizer, MomentumConfig):
+        cluster, graph = setup.cluster, setup.optimizer.graph
+        on_gpu = cluster.device == "cuda" and implementation(setup) == "canzona"
         replayed = on_gpu and (cluster.may_choose("graphs") if graph == "auto" else graph)
         return replace(algorithm, graph=replayed, fused=cluster.may_choose("fused"))
-    if implementation(config) == "megatron":
+    if implementation(setup) == "megatron":
         algorithm = replace(algorithm, spread=False)
-    if not isinstance(config.optimizer, ShampooConfig):
+    if not isinstance(setup.optimizer, ShampooConfig):
         return algorithm
-    return replace(algorithm, roots=_roots(config.optimizer.roots, algorithm, config.cluster))
+    return replace(algorithm, roots=_roots(setup.optimizer.roots, algorithm, setup.cluster))
 
 
 def _roots(chosen: Literal["auto"] | RootMethod, algorithm: Algorithm, cluster: ClusterConfig) -> RootMethod:
@@ -149,9 +149,9 @@ def _algorithm(optimizer: OptimizerConfig, precision: Precision) -> Algorithm:
     return algorithm
 
 
-def implementation(config: RunConfig) -> Implementation:
+def implementation(setup: Setup) -> Implementation:
     """Returns the code that executes the updates of a run."""
-    return "canzona" if config.execution.ours else "megatron"
+    return "canzona" if setup.execution.ours else "megatron"
 
 
 @lru_cache(maxsize=1024)
@@ -268,17 +268,17 @@ def rounded(seconds: float) -> float:
     return float(f"{seconds:.{COST_DIGITS - 1}e}")
 
 
-def update_costs(config: RunConfig, members: Sequence[Matrix]) -> tuple[float, ...]:
+def update_costs(setup: Setup, members: Sequence[Matrix]) -> tuple[float, ...]:
     """Returns the seconds of each matrix's update alone, rounded to `COST_DIGITS` significant digits. Plans
     add them up; simulations add up `update_times`, and are at most as long."""
-    return tuple(rounded(time.alone_s) for time in update_times(config, members))
+    return tuple(rounded(time.alone_s) for time in update_times(setup, members))
 
 
-def update_times(config: RunConfig, members: Sequence[Matrix]) -> tuple[UpdateTime, ...]:
+def update_times(setup: Setup, members: Sequence[Matrix]) -> tuple[UpdateTime, ...]:
     """Returns the time of each matrix's update."""
-    algorithm, implemented = algorithm_of(config), implementation(config)
+    algorithm, implemented = algorithm_of(setup), implementation(setup)
     shapes = {matrix.shape for matrix in members}  # few, even with many thousands of experts
-    by_shape = {shape: update_time(algorithm, *shape, config.cluster, implemented) for shape in shapes}
+    by_shape = {shape: update_time(algorithm, *shape, setup.cluster, implemented) for shape in shapes}
     return tuple(by_shape[matrix.shape] for matrix in members)
 
 
@@ -299,16 +299,16 @@ def adamw_seconds(elements: float, cluster: ClusterConfig) -> float:
     return elements * ADAMW_BYTES[cluster.fused_layers] / memory_rate(cluster)
 
 
-def step_factor(config: RunConfig, phase: Phase) -> float:
+def step_factor(setup: Setup, phase: Phase) -> float:
     """Returns the ratio of a phase's measured time in whole training steps to the time of its parts in
     isolation; 1 if the profile has no measurement.
 
     In a training step caches are cold, memory is newly allocated and ranks arrive at different times. A loop
     over one operation does not show this.
     """
-    factors = config.cluster.step_factors
+    factors = setup.cluster.step_factors
     general = factors.get(phase, 1.0)
-    return factors.get(f"megatron/{phase}", general) if implementation(config) == "megatron" else general
+    return factors.get(f"megatron/{phase}", general) if implementation(setup) == "megatron" else general
 
 
 def memory_rate(cluster: ClusterConfig) -> float:

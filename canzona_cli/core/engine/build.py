@@ -31,13 +31,7 @@ from canzona_cli.core.optimizers.facts import known_optimizers
 from canzona_cli.core.optimizers.matrix_optimizer import OnFallback, Workspace
 from canzona_cli.core.optimizers.registry import load_class, probe
 from canzona_cli.core.planner.plan import Plan
-from canzona_cli.core.setup import (
-    CustomConfig,
-    KroneckerConfig,
-    MomentumConfig,
-    OptimizerBase,
-    RunConfig,
-)
+from canzona_cli.core.setup import CustomConfig, KroneckerConfig, MomentumConfig, OptimizerBase, Setup
 
 _LOG = logging.getLogger(__name__)
 _PACKAGE = __name__.partition(".")[0]
@@ -50,16 +44,16 @@ _NO_ARGUMENTS = {field.name for field in fields(OptimizerBase)} | {"name", "stac
 """The settings that `_settings` does not copy: they are passed in another way, or not at all."""
 
 
-def try_graphs(config: RunConfig, device: torch.device) -> None:
+def try_graphs(setup: Setup, device: torch.device) -> None:
     """Tests whether updates can be replayed as CUDA graphs, if the run's are; if not, warns, and updates are launched
     one by one."""
-    if device.type == "cuda" and algorithm_of(config).graph and (reason := graphs.try_out(device)):
+    if device.type == "cuda" and algorithm_of(setup).graph and (reason := graphs.try_out(device)):
         _LOG.warning("updates are not replayed as CUDA graphs: %s", reason)
 
 
 def build_engine(
     chunks: Wrapped,
-    config: RunConfig,
+    setup: Setup,
     world: World,
     plan: Plan | None,
     timer: PhaseTimer,
@@ -76,7 +70,7 @@ def build_engine(
         plan: the plan of strategies canzona, paper and asc; None for sc, where every rank updates all
             matrices of its stage.
         adamw: Megatron's settings for AdamW (`optimizer="adam"`) and clipping; None to derive them from
-            `config`.
+            `setup`.
         overrides: see `build_adamw`.
         reads_weights: see `CanzonaOptimizer`.
 
@@ -85,19 +79,19 @@ def build_engine(
         OptimizerRefused: On all ranks together, if a user's own class cannot update 2-D parameters with
             `step()` alone.
     """
-    try_graphs(config, world.device)
+    try_graphs(setup, world.device)
     shared = plan.assignment.shared_costs if plan is not None else {}
     tp = world.layout.tp
     if plan is not None:
         part = _planned_part(chunks, plan, world)
     else:
-        part = _redundant_part(chunks, config, world)
+        part = _redundant_part(chunks, setup, world)
         tag_matrices(chunks, part.parameters)
     masters = _masters(part.matrices, lambda m: m.fragment_shape(tp) if m.index in shared else m.shape, world.device)
     fallbacks = Fallbacks(part.counted, masters)
-    source = config.optimizer.source if isinstance(config.optimizer, CustomConfig) else None
+    source = setup.optimizer.source if isinstance(setup.optimizer, CustomConfig) else None
     wiring = Wiring(
-        fragments=Fragments(config.model, tp, world.tp_rank, part.parameters),
+        fragments=Fragments(setup.model, tp, world.tp_rank, part.parameters),
         rank=world.tp_rank,
         tp_group=world.groups.tp if tp > 1 else None,
         timer=timer,
@@ -105,17 +99,17 @@ def build_engine(
         side_stream=SideStream(world.device),
         device=world.device,
         masters=masters,
-        make_optimizer=agree_on_optimizer(lambda: optimizer_factory(config, fallbacks), source, world),
+        make_optimizer=agree_on_optimizer(lambda: optimizer_factory(setup, fallbacks), source, world),
     )
-    adamw = adamw_settings(config) if adamw is None else adamw
+    adamw = adamw_settings(setup) if adamw is None else adamw
     updater: MasterOptimizer
     if plan is not None:
         groups = _micro_groups(plan, world)
         updater = PlannedOptimizer(
             adamw,
             chunks,
-            _expert_hosting(config, part.matrices, wiring),
-            _group_hosting(config, plan, groups, _buffer_order(part.parameters), wiring),
+            _expert_hosting(setup, part.matrices, wiring),
+            _group_hosting(setup, plan, groups, _buffer_order(part.parameters), wiring),
             _sharing(groups, shared, wiring),
             fallbacks,
         )
@@ -130,8 +124,8 @@ def build_engine(
         stats_group=world.groups.mp if plan is None and world.layout.ep == 1 else world.groups.intra_dist_opt,
         counts_adamw=plan is not None or counts_dense(world),
         timer=timer,
-        non_finite=config.train.non_finite,
-        clip=config.optimizer.clip,
+        non_finite=setup.train.non_finite,
+        clip=setup.optimizer.clip,
         reads_weights=reads_weights,
     )
 
@@ -162,10 +156,10 @@ def _planned_part(chunks: Wrapped, plan: Plan, world: World) -> _RankPart:
     return _RankPart(matrices=matrices, counted=counted, parameters=parameters)
 
 
-def _redundant_part(chunks: Wrapped, config: RunConfig, world: World) -> _RankPart:
+def _redundant_part(chunks: Wrapped, setup: Setup, world: World) -> _RankPart:
     """Returns the matrices of this rank without a plan: all matrices of its stage, except experts that it
     does not store."""
-    all_matrices = matrices_of(config.model, world.layout, config.engine.splitting)
+    all_matrices = matrices_of(setup.model, world.layout, setup.engine.splitting)
     in_stage = stage_matrices(all_matrices, world.pp_rank)
     matrices = [matrix for matrix in in_stage if matrix.expert_rank in (None, world.expert_rank)]
     named = dict(global_parameters(chunks))
@@ -211,18 +205,18 @@ def _micro_groups(plan: Plan, world: World) -> list[tuple[Matrix, ...]]:
     return [tuple(plan.matrices[index] for index in group.matrices) for group in groups]
 
 
-def _expert_hosting(config: RunConfig, matrices: Sequence[Matrix], wiring: Wiring) -> Hosting:
+def _expert_hosting(setup: Setup, matrices: Sequence[Matrix], wiring: Wiring) -> Hosting:
     """Allocates scratch and optimizers for those of this rank's matrices that are experts divided among ranks
     (`parallel.ep`), and copies the model's weights to their masters. The rank stores these experts whole, so
     nothing is sent."""
     experts = [matrix for matrix in matrices if matrix.expert_rank is not None]
     local = wiring.as_single_rank()
     batches = _split_by_scratch([experts], local)
-    return Hosting(local, batches, dict.fromkeys((m.index for m in experts), 0), *_dtypes(config))
+    return Hosting(local, batches, dict.fromkeys((m.index for m in experts), 0), *_dtypes(setup))
 
 
 def _group_hosting(
-    config: RunConfig, plan: Plan, groups: Sequence[Sequence[Matrix]], order: Order, wiring: Wiring
+    setup: Setup, plan: Plan, groups: Sequence[Sequence[Matrix]], order: Order, wiring: Wiring
 ) -> Hosting:
     """Allocates message buffers, scratch and optimizers for the hosted matrices of this owner's micro-groups,
     and copies the model's weights to their masters. Matrices within a micro-group are sorted by `order`.
@@ -232,13 +226,13 @@ def _group_hosting(
         groups = _split_by_scratch(groups, wiring)
     shared = plan.assignment.shared_costs
     batches = [sorted((m for m in group if m.index not in shared), key=order) for group in groups]
-    return Hosting(wiring, batches, hosts, *_dtypes(config))
+    return Hosting(wiring, batches, hosts, *_dtypes(setup))
 
 
-def _dtypes(config: RunConfig) -> tuple[torch.dtype, torch.dtype]:
+def _dtypes(setup: Setup) -> tuple[torch.dtype, torch.dtype]:
     """Returns the data types in which gradients and weights are sent."""
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
-    return dtypes[config.engine.exchange_dtype], dtypes[config.train.precision]
+    return dtypes[setup.engine.exchange_dtype], dtypes[setup.train.precision]
 
 
 def _split_by_scratch(groups: Sequence[Sequence[Matrix]], wiring: Wiring) -> list[Sequence[Matrix]]:
@@ -262,7 +256,7 @@ def _sharing(groups: Sequence[Sequence[Matrix]], shared: SharedCosts, wiring: Wi
     return (sharing,)
 
 
-def optimizer_factory(config: RunConfig, on_fallback: OnFallback | None = None) -> MakeOptimizer:
+def optimizer_factory(setup: Setup, on_fallback: OnFallback | None = None) -> MakeOptimizer:
     """Returns a function that creates the optimizer of some of this rank's matrices.
 
     Args:
@@ -271,18 +265,18 @@ def optimizer_factory(config: RunConfig, on_fallback: OnFallback | None = None) 
     Raises:
         UnusableOptimizer: A user's own class cannot update 2-D parameters with `step()` alone.
     """
-    chosen = config.optimizer
-    algorithm = algorithm_of(config)
+    chosen = setup.optimizer
+    algorithm = algorithm_of(setup)
     if isinstance(chosen, CustomConfig):
-        return _custom_factory(chosen, torch.device(config.cluster.device))
-    optimizer_class, settings = _class_of(chosen), _settings(config, on_fallback)
+        return _custom_factory(chosen, torch.device(setup.cluster.device))
+    optimizer_class, settings = _class_of(chosen), _settings(setup, on_fallback)
 
     def make(matrices: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         by_shape: dict[str, object] = {}
         if isinstance(chosen, MomentumConfig):
             shapes = {matrix.shape for matrix in matrices}
-            by_shape["stack"] = {shape: stack_of(algorithm, *shape, config.cluster) for shape in shapes}
-            by_shape["form"] = {shape: form_of(algorithm, *shape, config.cluster) for shape in shapes}
+            by_shape["stack"] = {shape: stack_of(algorithm, *shape, setup.cluster) for shape in shapes}
+            by_shape["form"] = {shape: form_of(algorithm, *shape, setup.cluster) for shape in shapes}
         # The schedule replaces this learning rate before the first step.
         return optimizer_class(params, chosen.lr, weight_decay=chosen.weight_decay, **settings, **by_shape)
 
@@ -298,16 +292,16 @@ def _class_of(chosen: OptimizerBase) -> OptimizerClass:
     return optimizer_class
 
 
-def _settings(config: RunConfig, on_fallback: OnFallback | None) -> dict[str, object]:
+def _settings(setup: Setup, on_fallback: OnFallback | None) -> dict[str, object]:
     """Returns the arguments of the optimizer's class that are the same for all matrices."""
-    chosen = config.optimizer
-    algorithm = algorithm_of(config)
+    chosen = setup.optimizer
+    algorithm = algorithm_of(setup)
     names = {field.name for field in fields(chosen)} - _NO_ARGUMENTS
     settings: dict[str, object] = {name: getattr(chosen, name) for name in names}
     if isinstance(chosen, MomentumConfig | KroneckerConfig):
         settings |= {"on_fallback": on_fallback, "workspace": Workspace()}
     if isinstance(chosen, MomentumConfig):
-        settings |= {"precision": config.train.precision, "graph": algorithm.graph, "fused": algorithm.fused}
+        settings |= {"precision": setup.train.precision, "graph": algorithm.graph, "fused": algorithm.fused}
     if isinstance(chosen, KroneckerConfig):
         settings |= {"betas": (chosen.beta1, chosen.beta2), "eps": chosen.eps, "spread": chosen.stagger}
         settings["precision"] = "tf32" if chosen.tf32 else "fp32"

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from canzona_cli.core.megatron.attention import CausalAttention
 from canzona_cli.core.megatron.experts import GroupedExperts
-from canzona_cli.core.setup import Layout, ModelConfig, RunConfig
+from canzona_cli.core.setup import Layout, ModelConfig, Setup
 from canzona_cli.core.setup.execution import dispatcher_of
 
 _BALANCING = {"none": "none", "sequence": "seq_aux_loss", "global": "global_aux_loss"}
@@ -55,9 +55,9 @@ def rms_norm(*, config: TransformerConfig, hidden_size: int, eps: float) -> torc
     return norm
 
 
-def transformer_settings(config: RunConfig, layout: Layout) -> dict[str, object]:
+def transformer_settings(setup: Setup, layout: Layout) -> dict[str, object]:
     """Returns the settings of `TransformerConfig` that determine the computation of a layer."""
-    model = config.model
+    model = setup.model
     return {
         "normalization": "RMSNorm",
         "layernorm_epsilon": model.norm_eps,
@@ -66,18 +66,18 @@ def transformer_settings(config: RunConfig, layout: Layout) -> dict[str, object]
         "activation_func": torch.nn.functional.silu,
         "add_bias_linear": False,
         "add_qkv_bias": False,
-        **(_expert_settings(config, layout) if model.num_experts else {}),
+        **(_expert_settings(setup, layout) if model.num_experts else {}),
     }
 
 
-def _expert_settings(config: RunConfig, layout: Layout) -> dict[str, object]:
+def _expert_settings(setup: Setup, layout: Layout) -> dict[str, object]:
     """Returns the settings of `TransformerConfig` for the experts of a layer.
 
     Megatron averages gradients over the data-parallel ranks, but has already divided the balancing loss over
     the global batch by the number of these ranks. So the weight of this loss is multiplied by that number;
     otherwise the loss would depend on the layout.
     """
-    model = config.model
+    model = setup.model
     weight = model.balancing_weight * (layout.dp if model.balancing_loss == "global" else 1)
     return {
         "num_moe_experts": model.num_experts,
@@ -88,7 +88,7 @@ def _expert_settings(config: RunConfig, layout: Layout) -> dict[str, object]:
         # The router computes in fp32, because bf16 would round close scores to ties.
         "moe_router_dtype": "fp32",
         # If experts are not divided among ranks, tokens are not sent to experts; TP ranks only gather them.
-        "moe_token_dispatcher_type": "allgather" if layout.ep == 1 else dispatcher_of(config),
+        "moe_token_dispatcher_type": "allgather" if layout.ep == 1 else dispatcher_of(setup),
         "moe_grouped_gemm": True,
         # One parameter for all experts would not be a matrix.
         "moe_single_grouped_weight": False,

@@ -27,7 +27,7 @@ from canzona_cli.core.megatron.timers import PhaseTimer
 from canzona_cli.core.model.families import family_of
 from canzona_cli.core.model.family import Weight
 from canzona_cli.core.model.geometry import weight_of
-from canzona_cli.core.setup import ModelConfig, Recompute, RunConfig
+from canzona_cli.core.setup import ModelConfig, Recompute, Setup
 from canzona_cli.core.setup.stages import count_parts_as_layers
 
 _LOG = logging.getLogger(__name__)
@@ -35,14 +35,14 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"(mlp\.experts\.linear_fc[12]\.weight)(\d+)")
 
 
-def transformer_config(config: RunConfig, world: World, *, compiled: bool) -> TransformerConfig:
+def transformer_config(setup: Setup, world: World, *, compiled: bool) -> TransformerConfig:
     """Returns Megatron's configuration of the run's model and of its computation.
 
     Args:
         compiled: True to use the functions that Megatron fuses with torch.compile: SwiGLU and, in bf16
             training, the cross-entropy, whose fused gradients are always bf16.
     """
-    model, layout, train = config.model, world.layout, config.train
+    model, layout, train = setup.model, world.layout, setup.train
     dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
     on_gpu = world.device.type == "cuda"
     counted = count_parts_as_layers(model.num_layers, layout.pp * layout.vpp)
@@ -59,12 +59,12 @@ def transformer_config(config: RunConfig, world: World, *, compiled: bool) -> Tr
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups,
         kv_channels=model.head_dim,
-        **layers.transformer_settings(config, layout),
+        **layers.transformer_settings(setup, layout),
         attention_dropout=0.0,
         hidden_dropout=0.0,
         bias_activation_fusion=compiled,
         cross_entropy_loss_fusion=compiled and dtype is torch.bfloat16,
-        apply_rope_fusion=on_gpu and config.cluster.fused_layers,
+        apply_rope_fusion=on_gpu and setup.cluster.fused_layers,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
         # Megatron's own layers, which always include the output layer, need APEX's kernel for this fusion.
@@ -97,39 +97,37 @@ def transformer_config(config: RunConfig, world: World, *, compiled: bool) -> Tr
     )
 
 
-def build_model(config: RunConfig, world: World) -> list[torch.nn.Module]:
+def build_model(setup: Setup, world: World) -> list[torch.nn.Module]:
     """Builds this rank's part of the model on the rank's device, in the run's precision and with initial
     weights. Returns the model chunks in forward order; there are several only with an interleaved pipeline.
     Collective."""
-    mcore = transformer_config(config, world, compiled=world.device.type == "cuda" and can_compile(world))
-    spec = layers.layer_spec(config.model, transformer_engine=config.cluster.fused_layers)
-    return [_build_chunk(config, world, mcore, spec, chunk) for chunk in range(world.layout.vpp)]
+    mcore = transformer_config(setup, world, compiled=world.device.type == "cuda" and can_compile(world))
+    spec = layers.layer_spec(setup.model, transformer_engine=setup.cluster.fused_layers)
+    return [_build_chunk(setup, world, mcore, spec, chunk) for chunk in range(world.layout.vpp)]
 
 
-def _build_chunk(
-    config: RunConfig, world: World, mcore: TransformerConfig, spec: ModuleSpec, chunk: int
-) -> torch.nn.Module:
+def _build_chunk(setup: Setup, world: World, mcore: TransformerConfig, spec: ModuleSpec, chunk: int) -> torch.nn.Module:
     model: torch.nn.Module = GPTModel(
         config=mcore,
-        transformer_layer_spec=spec if config.cluster.fused_layers else _block_with_rms_norm(spec, mcore, chunk),
-        vocab_size=config.model.vocab_size,
-        max_sequence_length=config.train.seq_length,
+        transformer_layer_spec=spec if setup.cluster.fused_layers else _block_with_rms_norm(spec, mcore, chunk),
+        vocab_size=setup.model.vocab_size,
+        max_sequence_length=setup.train.seq_length,
         pre_process=world.is_first_stage and chunk == 0,
         post_process=world.is_last_stage and chunk == world.layout.vpp - 1,
         parallel_output=True,
-        share_embeddings_and_output_weights=config.model.tied_embeddings,
-        **layers.model_settings(config.model),
+        share_embeddings_and_output_weights=setup.model.tied_embeddings,
+        **layers.model_settings(setup.model),
         pg_collection=world.groups,
         vp_stage=chunk if world.layout.vpp > 1 else None,
     )
-    if config.cluster.fused_layers:
+    if setup.cluster.fused_layers:
         fuse_weight_gradients(model)
     leave_routers_to_adamw(model)
     if world.device.type == "cpu":
         use_processor_norms(model)
     model = model.to(world.device)
-    initialize_weights(model, config.model, world, seed=config.train.seed)
-    return Float16Module(mcore, model) if config.train.precision == "bf16" else model
+    initialize_weights(model, setup.model, world, seed=setup.train.seed)
+    return Float16Module(mcore, model) if setup.train.precision == "bf16" else model
 
 
 def _block_with_rms_norm(spec: ModuleSpec, mcore: TransformerConfig, chunk: int) -> TransformerBlockSubmodules:
@@ -310,7 +308,7 @@ class _Normalised(torch.autograd.Function):
 class Model:
     """Everything that a forward pass needs."""
 
-    config: RunConfig
+    setup: Setup
     world: World
     chunks: Sequence[torch.nn.Module]
     """The chunks of this rank's part of the model, in forward order; one, or several with an interleaved

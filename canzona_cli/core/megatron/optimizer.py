@@ -36,12 +36,12 @@ from canzona_cli.core.megatron.matrix_buffers import (
 )
 from canzona_cli.core.megatron.parallel import World, Wrapped, exchange_objects_as_json
 from canzona_cli.core.planner.plan import Plan
-from canzona_cli.core.setup import Execution, MuonConfig, OptimizerBase, Precision, RunConfig
+from canzona_cli.core.setup import Execution, MuonConfig, OptimizerBase, Precision, Setup
 from canzona_cli.core.setup.execution import aligns_param_gather, overlaps_param_gather, tp_mode_of
 
 
 def wrap_data_parallel(
-    chunks: Sequence[torch.nn.Module], config: RunConfig, world: World, plan: Plan | None = None
+    chunks: Sequence[torch.nn.Module], setup: Setup, world: World, plan: Plan | None = None
 ) -> list[DistributedDataParallel]:
     """Wraps model chunks in `DistributedDataParallel`, with the gradient buffers, bucketed reduction and
     parameter gathering of the run's strategy.
@@ -55,21 +55,21 @@ def wrap_data_parallel(
         PlanMismatch: the plan is for another model or layout.
     """
     mcore = get_model_config(chunks[0])
-    sharded = not config.execution.everywhere
-    aligned = aligns_param_gather(config, world.layout)
+    sharded = not setup.execution.everywhere
+    aligned = aligns_param_gather(setup, world.layout)
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=config.train.grad_reduce_dtype == "fp32",
-        overlap_grad_reduce=config.parallel.overlap_grad_reduce,
-        overlap_param_gather=overlaps_param_gather(config),
+        grad_reduce_in_fp32=setup.train.grad_reduce_dtype == "fp32",
+        overlap_grad_reduce=setup.parallel.overlap_grad_reduce,
+        overlap_param_gather=overlaps_param_gather(setup),
         align_param_gather=aligned,
         use_distributed_optimizer=sharded,
-        bucket_size=config.parallel.bucket_elements,
+        bucket_size=setup.parallel.bucket_elements,
         average_in_collective=False,
     )
     if plan is not None:
-        wrapped = wrap_planned(chunks, config, world, plan, ddp_config)
+        wrapped = wrap_planned(chunks, setup, world, plan, ddp_config)
     else:
-        wrapped = _wrap_as_megatron(chunks, config, world, ddp_config)
+        wrapped = _wrap_as_megatron(chunks, setup, world, ddp_config)
     mcore.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]
     # Gradients are reduced bucket by bucket. With `align_grad_reduce`, they would wait for complete model
     # chunks.
@@ -80,7 +80,7 @@ def wrap_data_parallel(
 
 def wrap_planned(
     chunks: Sequence[torch.nn.Module],
-    config: RunConfig,
+    setup: Setup,
     world: World,
     plan: Plan,
     ddp_config: DistributedDataParallelConfig,
@@ -96,7 +96,7 @@ def wrap_planned(
     """
     check_model(chunks, plan, world)
     tag_matrices(chunks, matrix_parameters(chunks, plan, world))
-    size = _bucket_size(config, world)
+    size = _bucket_size(setup, world)
     layouts = [full_param_layout(c, index, plan, world, ddp_config, size) for index, c in enumerate(chunks)]
     wrapped = _wrap(chunks, layouts, ddp_config, world)
     owner_bucket_group.install(wrapped, plan, world)
@@ -104,10 +104,10 @@ def wrap_planned(
 
 
 def _wrap_as_megatron(
-    chunks: Sequence[torch.nn.Module], config: RunConfig, world: World, ddp_config: DistributedDataParallelConfig
+    chunks: Sequence[torch.nn.Module], setup: Setup, world: World, ddp_config: DistributedDataParallelConfig
 ) -> list[DistributedDataParallel]:
     """Wraps model chunks with the buffers of Megatron's own optimizers; without sharding for strategy sc."""
-    layer_wise = config.execution is Execution.LAYERWISE
+    layer_wise = setup.execution is Execution.LAYERWISE
     layouts = [None] * len(chunks)
     if layer_wise:
         tag_params_for_buffer_routing(chunks)
@@ -116,7 +116,7 @@ def _wrap_as_megatron(
         layouts = [
             optimizer_class.compute_full_param_layout(
                 [param for param in chunk.parameters() if param.requires_grad],
-                _bucket_size(config, world),
+                _bucket_size(setup, world),
                 world.groups.dp_cp.size(),
                 ddp_config,
                 expert_data_parallel_world_size=world.groups.expt_dp.size(),
@@ -126,10 +126,10 @@ def _wrap_as_megatron(
     return _wrap(chunks, layouts, ddp_config, world)
 
 
-def _bucket_size(config: RunConfig, world: World) -> int | None:
+def _bucket_size(setup: Setup, world: World) -> int | None:
     """Returns the bucket size, in elements, that `DistributedDataParallel` will use; None for a single
     bucket. Only the first stage's buffers are divided into buckets."""
-    return bucket_elements(config, world.layout) if world.pp_rank == 0 else None
+    return bucket_elements(setup, world.layout) if world.pp_rank == 0 else None
 
 
 def _wrap(
@@ -150,10 +150,10 @@ def _wrap(
     ]
 
 
-def build_optimizer(chunks: Wrapped, config: RunConfig, world: World) -> MegatronOptimizer:
+def build_optimizer(chunks: Wrapped, setup: Setup, world: World) -> MegatronOptimizer:
     """Builds Megatron's own optimizer for the run's strategy: AdamW for all parameters, or Muon with AdamW.
     Collective."""
-    optimizer = config.optimizer
+    optimizer = setup.optimizer
     changes: dict[str, object] = {}
     if isinstance(optimizer, MuonConfig):
         changes = {
@@ -164,28 +164,28 @@ def build_optimizer(chunks: Wrapped, config: RunConfig, world: World) -> Megatro
             "muon_coefficient_type": optimizer.coefficients,
             "muon_scale_mode": optimizer.scale_mode,
             "muon_extra_scale_factor": optimizer.scale_factor,
-            "muon_split_qkv": config.engine.splitting != "fused",
+            "muon_split_qkv": setup.engine.splitting != "fused",
             # Never Megatron's default, blockwise, which orthogonalises each TP fragment separately, so that the
             # update depends on tp.
-            "muon_tp_mode": tp_mode_of(config, world.layout.tp),
-            "muon_fp32_matmul_prec": "medium" if config.train.precision == "bf16" else "highest",
+            "muon_tp_mode": tp_mode_of(setup, world.layout.tp),
+            "muon_fp32_matmul_prec": "medium" if setup.train.precision == "bf16" else "highest",
             "use_distributed_optimizer": False,
-            "use_layer_wise_distributed_optimizer": config.execution is Execution.LAYERWISE,
+            "use_layer_wise_distributed_optimizer": setup.execution is Execution.LAYERWISE,
         }
     with exchange_objects_as_json():
         return get_megatron_optimizer(
-            adamw_settings(config, changes), list(chunks), use_gloo_process_groups=False, pg_collection=world.groups
+            adamw_settings(setup, changes), list(chunks), use_gloo_process_groups=False, pg_collection=world.groups
         )
 
 
-def adamw_settings(config: RunConfig, changes: Mapping[str, object] | None = None) -> MegatronOptimizerConfig:
+def adamw_settings(setup: Setup, changes: Mapping[str, object] | None = None) -> MegatronOptimizerConfig:
     """Returns Megatron's settings for AdamW. `DistributedOptimizer` shards its state, except with strategy sc.
 
     Args:
         changes: the settings of another optimizer that differ from AdamW's; None for AdamW.
     """
-    optimizer = config.optimizer
-    bf16 = config.train.precision == "bf16"
+    optimizer = setup.optimizer
+    bf16 = setup.train.precision == "bf16"
     settings = {
         "optimizer": "adam",
         "lr": optimizer.lr,
@@ -197,8 +197,8 @@ def adamw_settings(config: RunConfig, changes: Mapping[str, object] | None = Non
         "clip_grad": 0.0 if optimizer.clip == "none" else optimizer.clip_grad,
         "bf16": bf16,
         "params_dtype": torch.bfloat16 if bf16 else torch.float32,
-        "use_distributed_optimizer": not config.execution.everywhere,
-        "overlap_param_gather": overlaps_param_gather(config),
+        "use_distributed_optimizer": not setup.execution.everywhere,
+        "overlap_param_gather": overlaps_param_gather(setup),
     }
     return MegatronOptimizerConfig(**{**settings, **(changes or {})})
 
@@ -213,10 +213,10 @@ def adamw_part(config: MegatronOptimizerConfig) -> MegatronOptimizerConfig:
     return part
 
 
-def build_schedule(optimizer: MegatronOptimizer, config: RunConfig) -> OptimizerParamScheduler:
+def build_schedule(optimizer: MegatronOptimizer, setup: Setup) -> OptimizerParamScheduler:
     """Builds the learning-rate schedule: linear warm-up, then the decay that `config.schedule` sets. The
     caller runs `.step(increment=1)` after each optimizer step."""
-    base, schedule = config.optimizer, config.schedule
+    base, schedule = setup.optimizer, setup.schedule
     wsd = schedule.decay == "wsd"
     return OptimizerParamScheduler(
         optimizer,

@@ -19,8 +19,8 @@ from torch.distributed import ProcessGroup
 from canzona_cli.core.megatron import cpu_backend
 from canzona_cli.core.model.geometry import is_expert
 from canzona_cli.core.planner.reduction import adamw_apart
+from canzona_cli.core.reading import parse
 from canzona_cli.core.setup import Device, Layout, ModelConfig
-from canzona_cli.records.codec import parse
 
 Wrapped = Sequence[DistributedDataParallel]
 """The chunks of a rank's part of the model, wrapped with gradient buffers, in forward order."""

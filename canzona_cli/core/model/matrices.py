@@ -14,22 +14,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar, Literal
 
-from canzona_cli.config.settings import problem_with
 from canzona_cli.core.errors import ConfigError, refuse
 from canzona_cli.core.fields import CountOrZero, Side
 from canzona_cli.core.model.families import EMBEDDING, FINAL_NORM, OUTPUT, family_of
 from canzona_cli.core.model.family import Kind
-from canzona_cli.core.setup import (
-    Execution,
-    KroneckerConfig,
-    Layout,
-    ModelConfig,
-    OptimizerName,
-    RunConfig,
-    Splitting,
-)
+from canzona_cli.core.setup import Execution, KroneckerConfig, Layout, ModelConfig, OptimizerName, Setup, Splitting
 from canzona_cli.core.setup.execution import splitting_of
 from canzona_cli.core.setup.layout_rules import uneven_problems
+from canzona_cli.core.setup.problems import problem_with
 from canzona_cli.core.setup.stages import chunk_layers, pipeline_problems
 
 Shape = tuple[int, int]
@@ -235,9 +227,9 @@ def layer_shapes(model: ModelConfig, splitting: Splitting) -> tuple[Shape, ...]:
     return tuple((matrix.rows, matrix.cols) for matrix in layer_matrices(model, splitting))
 
 
-def matrix_shapes(config: RunConfig) -> tuple[Shape, ...]:
+def matrix_shapes(setup: Setup) -> tuple[Shape, ...]:
     """Returns the (rows, columns) of each matrix of a layer, with weights split as in the run's strategy."""
-    return layer_shapes(config.model, splitting_of(config))
+    return layer_shapes(setup.model, splitting_of(setup))
 
 
 def stage_matrices(matrices: Sequence[Matrix], stage: int) -> tuple[Matrix, ...]:
@@ -336,15 +328,15 @@ class Routing:
     """The parameters that AdamW updates."""
 
 
-def routing(config: RunConfig) -> Routing:
+def routing(setup: Setup) -> Routing:
     """Assigns a run's parameters to its optimizer or to AdamW; `tests/dist/test_initial_weights.py` compares
     the result with Megatron's model.
 
     Raises:
         ConfigError: the matrix optimizer would have no matrix to update.
     """
-    model, layers = config.model, config.model.num_layers
-    adamw_only = config.execution is Execution.ADAMW
+    model, layers = setup.model, setup.model.num_layers
+    adamw_only = setup.execution is Execution.ADAMW
     vocabulary = model.vocab_size * model.hidden_size
     family = family_of(model)
     weights = [(weight.name, weight.elements) for weight in family.weights(model)] if adamw_only else []
@@ -355,22 +347,22 @@ def routing(config: RunConfig) -> Routing:
         Routed(pattern=FINAL_NORM, count=1, elements=model.hidden_size),
         *(() if model.tied_embeddings else (Routed(pattern=OUTPUT, count=1, elements=vocabulary),)),
     )
-    return Routing(optimizer=config.optimizer.name, matrices=() if adamw_only else _group_matrices(config), adamw=adamw)
+    return Routing(optimizer=setup.optimizer.name, matrices=() if adamw_only else _group_matrices(setup), adamw=adamw)
 
 
-def _group_matrices(config: RunConfig) -> tuple[Routed, ...]:
+def _group_matrices(setup: Setup) -> tuple[Routed, ...]:
     """Groups the matrices that the run's matrix optimizer updates.
 
     Raises:
         ConfigError: the optimizer would have no matrix to update.
     """
-    model, splitting, chosen = config.model, splitting_of(config), config.optimizer
+    model, splitting, chosen = setup.model, splitting_of(setup), setup.optimizer
     if isinstance(chosen, KroneckerConfig):
         longest, shortest = chosen.max_preconditioner_dim, min(map(min, layer_shapes(model, splitting)))
         if shortest > longest:
             reason = f"every matrix has longer sides, so {chosen.name} would update no matrix"
             fix = f"use at least optimizer.max_preconditioner_dim={shortest}, or optimizer=adamw"
-            raise ConfigError(problem_with(config, "optimizer.max_preconditioner_dim", reason, fix))
+            raise ConfigError(problem_with(setup, "optimizer.max_preconditioner_dim", reason, fix))
     of_layer = [(matrix.name, matrix.elements) for matrix in layer_matrices(model, splitting)]
     return _group_by_pattern("layers.*.", model.num_layers, of_layer)
 

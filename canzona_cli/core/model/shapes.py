@@ -27,9 +27,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from annotated_types import MinLen
 
-from canzona_cli.config.typed import bound_text
 from canzona_cli.core.errors import ConfigError, Problem, refuse
-from canzona_cli.core.fields import Range, Side
+from canzona_cli.core.fields import Range, Side, bound_text
 from canzona_cli.core.model.family import Kind
 from canzona_cli.core.model.matrices import LayerBlock, LayerMatrix, Matrix, number_matrices
 from canzona_cli.core.reading import LARGEST_YAML, Unreadable, adapter, parse_yaml, read_plain

@@ -20,7 +20,7 @@ from canzona_cli.core.model.family import Part
 from canzona_cli.core.model.matrices import Matrix
 from canzona_cli.core.planner.plan import Bucket, rank_buckets
 from canzona_cli.core.planner.reduction import GATHERED_AHEAD, ReductionModel, adamw_apart
-from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.core.setup import Layout, Setup
 from canzona_cli.core.setup.stages import stage_layers
 
 Stream = Literal["data", "experts", "adamw"]
@@ -86,14 +86,14 @@ class GatheringOrder:
         return [*self.overlapped, *self.afterwards[:GATHERED_AHEAD]]
 
 
-def seconds_after_reduction(config: RunConfig, layout: Layout, stage: int) -> float:
+def seconds_after_reduction(setup: Setup, layout: Layout, stage: int) -> float:
     """Returns the seconds of the blocking all-reduces that follow a stage's gradient reduction.
 
     With sequence parallelism the gradients of norms and routers are summed over TP; a tied embedding's
     gradients are summed over the first and the last stage.
     """
-    model, cluster = config.model, config.cluster
-    links, gradient_bytes = Links(cluster=cluster), config.train.gradient_bytes
+    model, cluster = setup.model, setup.cluster
+    links, gradient_bytes = Links(cluster=cluster), setup.train.gradient_bytes
     total = 0.0
     if layout.sequence_parallel and layout.tp > 1:
         size = stage_layers(model.num_layers, layout, stage) * replicated_parameters(model) * gradient_bytes
@@ -109,16 +109,14 @@ def seconds_after_reduction(config: RunConfig, layout: Layout, stage: int) -> fl
 class ChunkBuilder:
     """The builder of the chunks of one stage."""
 
-    def __init__(
-        self, config: RunConfig, layout: Layout, stage: int, time: StageTime, reductions: ReductionModel
-    ) -> None:
-        self._config, self._layout, self._stage = config, layout, stage
+    def __init__(self, setup: Setup, layout: Layout, stage: int, time: StageTime, reductions: ReductionModel) -> None:
+        self._setup, self._layout, self._stage = setup, layout, stage
         self._modules, self._places = time.modules, time.places
-        self._links, self._groups = Links(cluster=config.cluster), Groups.of(layout, config.cluster)
-        self._weight_bytes, self._gradient_bytes = config.train.weight_bytes, config.train.gradient_bytes
-        self._limit = bucket_elements(config, layout) if stage == 0 else None
+        self._links, self._groups = Links(cluster=setup.cluster), Groups.of(layout, setup.cluster)
+        self._weight_bytes, self._gradient_bytes = setup.train.weight_bytes, setup.train.gradient_bytes
+        self._limit = bucket_elements(setup, layout) if stage == 0 else None
         self._reductions = reductions
-        layer = family_of(config.model).modules(config.model)
+        layer = family_of(setup.model).modules(setup.model)
         self._part_of = {kind: work.part for work in layer for kind in work.weight.kinds}
         # A user's shapes may have other kinds of matrices. They are assumed to be in the part whose gradients
         # are ready last and whose weights are needed first, so that no step is predicted too short.
@@ -147,7 +145,7 @@ class ChunkBuilder:
         Args:
             planned: True under a plan, False for layerwise.
         """
-        stream: Stream = "adamw" if planned and adamw_apart(self._config.cluster.device) else "data"
+        stream: Stream = "adamw" if planned and adamw_apart(self._setup.cluster.device) else "data"
         return [
             self._even(*cut, self._groups.data, sharded=True)._replace(stream=stream)
             for cut in self._cut(self._parameters(layers=False))
@@ -186,7 +184,7 @@ class ChunkBuilder:
             layers: False to leave out the matrices of the layers. Experts that are divided among ranks are
                 never listed.
         """
-        model = self._config.model
+        model = self._setup.model
         family, replicated = family_of(model), Counter[Part]()
         for parameter in family.replicated(model):
             replicated[parameter.part] += parameter.elements

@@ -18,7 +18,7 @@ from canzona_cli.core.model.matrices import Matrix
 from canzona_cli.core.planner.chunks import STREAMS, Chunk, ChunkBuilder, GatheringOrder, Stream, merge_streams
 from canzona_cli.core.planner.plan import Bucket
 from canzona_cli.core.planner.reduction import GATHERED_AHEAD, ReductionModel
-from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.core.setup import Layout, Setup
 from canzona_cli.core.setup.execution import overlaps_param_gather
 
 
@@ -46,17 +46,17 @@ class Exposure:
         layout: the resolved layout; its number of micro-batches has no effect.
     """
 
-    def __init__(self, config: RunConfig, layout: Layout) -> None:
+    def __init__(self, setup: Setup, layout: Layout) -> None:
         layout = replace(layout, num_microbatches=1, global_batch_size=layout.dp * layout.micro_batch_size)
         layout = replace(layout, sequence_parallel=layout.tp > 1)
-        config = replace(config, parallel=replace(config.parallel, dispatcher=None))
-        self._overlap_reduce = config.parallel.overlap_grad_reduce
-        self._overlap_gather = overlaps_param_gather(config)
-        self.reductions = ReductionModel(config, layout)
-        self._pp, self._units = layout.pp, units_taken(config, layout)
-        self._time = stage_time(config, layout, 0)
-        self._zero_s = zeroing_seconds(config, layout, 0)
-        self._builder = ChunkBuilder(config, layout, 0, self._time, self.reductions)
+        setup = replace(setup, parallel=replace(setup.parallel, dispatcher=None))
+        self._overlap_reduce = setup.parallel.overlap_grad_reduce
+        self._overlap_gather = overlaps_param_gather(setup)
+        self.reductions = ReductionModel(setup, layout)
+        self._pp, self._units = layout.pp, units_taken(setup, layout)
+        self._time = stage_time(setup, layout, 0)
+        self._zero_s = zeroing_seconds(setup, layout, 0)
+        self._builder = ChunkBuilder(setup, layout, 0, self._time, self.reductions)
 
     @cached_property
     def _adamw(self) -> list[Chunk]:

@@ -12,13 +12,12 @@ from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
 
-from canzona_cli.config.settings import settings_affecting
 from canzona_cli.core.costs.buffers import bucket_elements
 from canzona_cli.core.costs.memory import GIB, capacity, element_bytes, headroom, spare_bytes
 from canzona_cli.core.costs.sharing import shared_costs
 from canzona_cli.core.costs.update import algorithm_of, update_costs
 from canzona_cli.core.errors import ConfigError, DoesNotFit, Problem
-from canzona_cli.core.fields import PLAN
+from canzona_cli.core.fields import PLAN, affecting
 from canzona_cli.core.model.matrices import Matrix
 from canzona_cli.core.model.matrices import matrices as matrices_of
 from canzona_cli.core.model.shapes import ModelShapes
@@ -30,34 +29,34 @@ from canzona_cli.core.planner.paper import as_published
 from canzona_cli.core.planner.pipeline import HostedPipeline, planning_config
 from canzona_cli.core.planner.plan import Plan, PlanSettings, Scalar, Subject
 from canzona_cli.core.planner.reduction import uniform_buckets
-from canzona_cli.core.setup import Execution, Layout, RunConfig, ScheduleConfig
+from canzona_cli.core.setup import ClusterConfig, Execution, Layout, ModelConfig, ScheduleConfig, Setup
 from canzona_cli.core.setup.execution import PLANNED
 
 _CAPACITIES = (8, 4, 2, 1)
 """The values of C_max that are tried, as multiples of the largest matrix."""
 
 
-def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Subject:
+def subject(setup: Setup, layout: Layout, shapes: ModelShapes | None = None) -> Subject:
     """Collects everything that a run's plan depends on.
 
     Args:
         shapes: the user's own shapes if these are planned instead of `config.model`.
     """
-    model: dict[str, Scalar] = {name: getattr(config.model, name) for name in settings_affecting(PLAN, "model")}
-    profile = {name: getattr(config.cluster, name) for name in settings_affecting(PLAN, "cluster")}
+    model: dict[str, Scalar] = {name: getattr(setup.model, name) for name in affecting(PLAN, ModelConfig)}
+    profile = {name: getattr(setup.cluster, name) for name in affecting(PLAN, ClusterConfig)}
     return Subject(
         model=MappingProxyType(model if shapes is None else {"shapes": shapes.digest}),
         layout=layout.mesh,
-        settings=settings(config),
-        optimizer=algorithm_of(config),
+        settings=settings(setup),
+        optimizer=algorithm_of(setup),
         buffers=MappingProxyType(
             {
-                "bucket_elements": bucket_elements(config, layout),
-                "precision": config.train.precision,
-                "grad_reduce_dtype": config.train.grad_reduce_dtype,
-                "seq_length": config.train.seq_length,
-                "micro_batch_size": config.train.micro_batch_size,
-                "recompute": config.train.recompute,
+                "bucket_elements": bucket_elements(setup, layout),
+                "precision": setup.train.precision,
+                "grad_reduce_dtype": setup.train.grad_reduce_dtype,
+                "seq_length": setup.train.seq_length,
+                "micro_batch_size": setup.train.micro_batch_size,
+                "recompute": setup.train.recompute,
             }
         ),
         profile=MappingProxyType(
@@ -69,10 +68,10 @@ def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None
     )
 
 
-def settings(config: RunConfig) -> PlanSettings:
+def settings(setup: Setup) -> PlanSettings:
     """Collects a run's planner settings. Strategies without a plan, sc and layerwise, are planned as
     canzona."""
-    engine = config.engine
+    engine = setup.engine
     requested = PlanSettings(
         strategy=engine.strategy if engine.strategy in PLANNED else "canzona",
         splitting=engine.splitting,
@@ -85,15 +84,15 @@ def settings(config: RunConfig) -> PlanSettings:
     return as_published(requested) if requested.strategy == "paper" else requested
 
 
-def planned_matrices(config: RunConfig, layout: Layout, shapes: ModelShapes | None) -> tuple[Matrix, ...]:
+def planned_matrices(setup: Setup, layout: Layout, shapes: ModelShapes | None) -> tuple[Matrix, ...]:
     """Lists the matrices that a plan of the run assigns, in the plan's order."""
     if shapes is not None:
         return shapes.matrices(layout)
-    return matrices_of(config.model, layout, config.engine.splitting)
+    return matrices_of(setup.model, layout, setup.engine.splitting)
 
 
 def attempt(
-    config: RunConfig, layout: Layout, shapes: ModelShapes | None, memory_cap: int | None, c_max: int | None = None
+    setup: Setup, layout: Layout, shapes: ModelShapes | None, memory_cap: int | None, c_max: int | None = None
 ) -> Plan:
     """Makes the plan that the cost model predicts to be fastest within `memory_cap`.
 
@@ -103,40 +102,40 @@ def attempt(
         memory_cap: the elements of matrices that a rank may keep; None for no limit.
         c_max: a smaller C_max, in elements, to save memory; None for the C_max of the run's settings.
     """
-    return _fastest(config, layout, _attempts_with(config, layout, shapes, memory_cap, c_max))
+    return _fastest(setup, layout, _attempts_with(setup, layout, shapes, memory_cap, c_max))
 
 
-def _fastest(config: RunConfig, layout: Layout, attempts: Sequence[Attempt]) -> Plan:
+def _fastest(setup: Setup, layout: Layout, attempts: Sequence[Attempt]) -> Plan:
     """Returns the plan of the attempt whose balanced assignment adds the fewest seconds to an iteration."""
-    exposure = _exposure(config, layout)
+    exposure = _exposure(setup, layout)
     best = attempts[0] if len(attempts) == 1 else min(attempts, key=lambda attempt: attempt.seconds(exposure))
     return best.plan(exposure)
 
 
-def outlined_seconds(config: RunConfig, layout: Layout) -> float | None:
+def outlined_seconds(setup: Setup, layout: Layout) -> float | None:
     """Estimates the seconds that updates, reductions and gatherings add to an iteration under the fastest plan,
     without making one; returns None if the planner may not choose the size of buckets."""
-    run, one_pass = _reusable(config, layout)
+    run, one_pass = _reusable(setup, layout)
     attempts = _unbounded_attempts(run, one_pass.bare, None)
     return min(attempts[0].outlined_seconds(_exposure(run, one_pass)).values(), default=None)
 
 
 @lru_cache(maxsize=16)
-def _exposure(config: RunConfig, layout: Layout) -> Exposure:
+def _exposure(setup: Setup, layout: Layout) -> Exposure:
     """Returns the estimator of a run's waits. Attempts with the same settings share it."""
-    return Exposure(config, layout)
+    return Exposure(setup, layout)
 
 
 def _attempts_with(
-    config: RunConfig, layout: Layout, shapes: ModelShapes | None, memory_cap: int | None, c_max: int | None
+    setup: Setup, layout: Layout, shapes: ModelShapes | None, memory_cap: int | None, c_max: int | None
 ) -> list[Attempt]:
     """Prepares attempts with the same arguments as `attempt`, one for each C_max to try."""
-    prices = _prices(config, layout, shapes)
+    prices = _prices(setup, layout, shapes)
     sizes = [c_max]
-    if config.engine.strategy == "paper" and config.engine.c_max_mib is None and c_max is None and layout.tp > 1:
+    if setup.engine.strategy == "paper" and setup.engine.c_max_mib is None and c_max is None and layout.tp > 1:
         sizes += _capacities(prices.matrices, None)
-    plan_subject = subject(config, layout, shapes)
-    resizes = config.parallel.bucket_elements is None
+    plan_subject = subject(setup, layout, shapes)
+    resizes = setup.parallel.bucket_elements is None
     return [Attempt(plan_subject, prices, resizes=resizes, memory_cap=memory_cap, c_max=size) for size in sizes]
 
 
@@ -148,10 +147,10 @@ def _capacities(members: Sequence[Matrix], user_limit: int | None) -> list[int]:
 
 
 @lru_cache(maxsize=16)
-def _prices(config: RunConfig, layout: Layout, shapes: ModelShapes | None) -> Prices:
-    members = planned_matrices(config, layout, shapes)
-    costs = update_costs(config, members)
-    possible = shared_costs(config, algorithm_of(config), layout, members)
+def _prices(setup: Setup, layout: Layout, shapes: ModelShapes | None) -> Prices:
+    members = planned_matrices(setup, layout, shapes)
+    costs = update_costs(setup, members)
+    possible = shared_costs(setup, algorithm_of(setup), layout, members)
     # Only a stage's own matrices are looked through for its bound: with many stages, all would take longest.
     priced: list[tuple[list[Matrix], list[float]]] = [([], []) for _ in range(layout.pp)]
     for matrix, cost in zip(members, costs, strict=True):
@@ -159,11 +158,11 @@ def _prices(config: RunConfig, layout: Layout, shapes: ModelShapes | None) -> Pr
         of_stage.append(matrix)
         costs_of_stage.append(cost)
     bounds = tuple(stage_bound(*of_stage, stage, layout, possible) for stage, of_stage in enumerate(priced))
-    pipeline = HostedPipeline.of(planning_config(config), layout)
+    pipeline = HostedPipeline.of(planning_config(setup), layout)
     return Prices(matrices=members, costs=costs, bounds=bounds, possible=possible, pipeline=pipeline)
 
 
-def plannable(config: RunConfig, explicit: frozenset[str] = frozenset()) -> tuple[RunConfig, tuple[str, ...]]:
+def plannable(setup: Setup, explicit: frozenset[str] = frozenset()) -> tuple[Setup, tuple[str, ...]]:
     """Returns the run to plan, and notes for the user.
 
     A run with a strategy that has no plan, sc or layerwise, is planned as canzona for comparison.
@@ -174,7 +173,7 @@ def plannable(config: RunConfig, explicit: frozenset[str] = frozenset()) -> tupl
     Raises:
         ConfigError: the optimizer is AdamW, which updates element by element, so there is nothing to plan.
     """
-    execution, strategy = config.execution, config.engine.strategy
+    execution, strategy = setup.execution, setup.engine.strategy
     if execution is Execution.ADAMW:
         raise ConfigError(
             Problem(
@@ -188,25 +187,25 @@ def plannable(config: RunConfig, explicit: frozenset[str] = frozenset()) -> tupl
     if "engine.muon_tp_mode" in explicit:
         notes = ("engine.muon_tp_mode is ignored: a plan is compared with all modes of Megatron's Muon",)
     if execution is Execution.PLANNED:
-        return config, notes
+        return setup, notes
     if explicit & {"engine", "engine.strategy"}:
         notes = (
             *notes,
             f"engine.strategy={strategy} has no plan; this is canzona's, for comparison with {strategy}",
         )
-    return replace(config, engine=replace(config.engine, strategy="canzona")), notes
+    return replace(setup, engine=replace(setup.engine, strategy="canzona")), notes
 
 
-def plan_of_run(config: RunConfig, layout: Layout) -> Plan | None:
+def plan_of_run(setup: Setup, layout: Layout) -> Plan | None:
     """Makes the plan that a resolved run executes; returns None if the run's strategy has no plan.
 
     Raises:
         ConfigError, DoesNotFit: see `make_plan`.
     """
-    return make_plan(config, layout) if config.execution is Execution.PLANNED else None
+    return make_plan(setup, layout) if setup.execution is Execution.PLANNED else None
 
 
-def make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Plan:
+def make_plan(setup: Setup, layout: Layout, shapes: ModelShapes | None = None) -> Plan:
     """Makes the plan of a resolved run (see `cluster.fit.resolve`), the same on every rank and node.
 
     The last 8 plans are cached, because the search for a layout has already made the plan of the chosen
@@ -221,88 +220,88 @@ def make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None = No
             matrices (see `model.matrices.matrices`), or the optimizer is AdamW.
         DoesNotFit: no plan was found that keeps every rank within its memory.
     """
-    return _make_plan(config, layout, shapes)
+    return _make_plan(setup, layout, shapes)
 
 
 @lru_cache(maxsize=8)
-def _make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None) -> Plan:
-    config, _ = plannable(config)
-    for limit in sorted({capacity(config) - headroom(config), capacity(config)}):
-        for plan in _attempts(config, layout, shapes, limit):
-            memory = plan_memory(config, layout, plan)
+def _make_plan(setup: Setup, layout: Layout, shapes: ModelShapes | None) -> Plan:
+    setup, _ = plannable(setup)
+    for limit in sorted({capacity(setup) - headroom(setup), capacity(setup)}):
+        for plan in _attempts(setup, layout, shapes, limit):
+            memory = plan_memory(setup, layout, plan)
             if memory.total <= limit:
                 return plan
     raise DoesNotFit(
         Problem(
             key="gpus",
-            value=config.gpus,
+            value=setup.gpus,
             reason=(
                 f"{memory.worst.describe(plan.subject.layout)} needs {memory.total / GIB:.2f} GiB under the plan, but "
-                f"{config.cluster.name} has only {memory.capacity / GIB:.2f} GiB to use"
+                f"{setup.cluster.name} has only {memory.capacity / GIB:.2f} GiB to use"
             ),
             fix="use more GPUs, train.recompute=full, or more tensor or pipeline ranks",
         )
     )
 
 
-def _attempts(config: RunConfig, layout: Layout, shapes: ModelShapes | None, limit: int) -> Iterator[Plan]:
+def _attempts(setup: Setup, layout: Layout, shapes: ModelShapes | None, limit: int) -> Iterator[Plan]:
     """Yields plans from the fastest to the one that needs the least memory. In mode auto, plans without shared matrices
     follow, because only the buffers of shared matrices may be too large.
 
     Args:
         limit: the bytes of one GPU that the run may use.
     """
-    unbounded = plan_unbounded(config, layout, shapes)
+    unbounded = plan_unbounded(setup, layout, shapes)
     algorithm = unbounded.subject.optimizer
-    user_limit = unbounded.subject.settings.capacity(config.exchange_bytes)
-    spare = spare_bytes(config, algorithm, layout, limit)
+    user_limit = unbounded.subject.settings.capacity(setup.exchange_bytes)
+    spare = spare_bytes(setup, algorithm, layout, limit)
     counts = Counter(matrix.shape for matrix in unbounded.matrices)
     for worst_case in (False, True):
         # The elements of matrices that one rank may keep.
-        memory_cap = max(1, int(spare / element_bytes(config, algorithm, counts, worst_case=worst_case)))
+        memory_cap = max(1, int(spare / element_bytes(setup, algorithm, counts, worst_case=worst_case)))
         fits = _most_held(unbounded) <= memory_cap
-        plan = unbounded if fits else attempt(config, layout, shapes, memory_cap)
+        plan = unbounded if fits else attempt(setup, layout, shapes, memory_cap)
         yield from _with_and_without_rings(plan)
         for c_max in _capacities(unbounded.matrices, user_limit):
             if c_max < _most_received(plan):  # otherwise the plan would be the same
-                plan = attempt(config, layout, shapes, memory_cap, c_max)
+                plan = attempt(setup, layout, shapes, memory_cap, c_max)
                 yield from _with_and_without_rings(plan)
-    prices = _prices(config, layout, shapes)
-    if config.engine.mode == "auto" and prices.possible:
-        hosted = replace(config, engine=replace(config.engine, mode="hosted"))
+    prices = _prices(setup, layout, shapes)
+    if setup.engine.mode == "auto" and prices.possible:
+        hosted = replace(setup, engine=replace(setup.engine, mode="hosted"))
         for plan in _attempts(hosted, layout, shapes, limit):
-            yield replace(plan, subject=subject(config, layout, shapes), lower_bounds=prices.bounds)
+            yield replace(plan, subject=subject(setup, layout, shapes), lower_bounds=prices.bounds)
 
 
-def plan_unbounded(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Plan:
+def plan_unbounded(setup: Setup, layout: Layout, shapes: ModelShapes | None = None) -> Plan:
     """Makes the fastest plan, without a memory limit.
 
     The last 32 plans are cached. Layouts with the same `Layout.bare` have the same candidates. Their plans
     may still differ, because the choice depends on the times of the forward and backward pass.
     """
-    plan = _unbounded(*_reusable(config, layout), shapes)
-    return replace(plan, subject=subject(config, layout, shapes))
+    plan = _unbounded(*_reusable(setup, layout), shapes)
+    return replace(plan, subject=subject(setup, layout, shapes))
 
 
-def _reusable(config: RunConfig, layout: Layout) -> tuple[RunConfig, Layout]:
+def _reusable(setup: Setup, layout: Layout) -> tuple[Setup, Layout]:
     """Returns the run without its layout settings and what `cluster.possible.fill` completes, and the layout with one
     micro-batch, as arguments of cached functions: the results do not depend on the rest."""
-    open_parallel = replace(config.parallel, tp=None, pp=None, vpp=None, cp=None, ep=None, sequence_parallel=None)
-    open_train = replace(config.train, micro_batch_size=None, global_batch_size=None, recompute=None)
+    open_parallel = replace(setup.parallel, tp=None, pp=None, vpp=None, cp=None, ep=None, sequence_parallel=None)
+    open_train = replace(setup.train, micro_batch_size=None, global_batch_size=None, recompute=None)
     one_pass = replace(layout, num_microbatches=1, global_batch_size=layout.dp * layout.micro_batch_size)
-    any_nodes = config.cluster if config.cluster.nodes is None else replace(config.cluster, nodes=None)
-    run = replace(config, parallel=open_parallel, train=open_train, schedule=ScheduleConfig(), cluster=any_nodes)
+    any_nodes = setup.cluster if setup.cluster.nodes is None else replace(setup.cluster, nodes=None)
+    run = replace(setup, parallel=open_parallel, train=open_train, schedule=ScheduleConfig(), cluster=any_nodes)
     return run, one_pass
 
 
 @lru_cache(maxsize=32)
-def _unbounded(config: RunConfig, layout: Layout, shapes: ModelShapes | None) -> Plan:
-    return _fastest(config, layout, _unbounded_attempts(config, layout.bare, shapes))
+def _unbounded(setup: Setup, layout: Layout, shapes: ModelShapes | None) -> Plan:
+    return _fastest(setup, layout, _unbounded_attempts(setup, layout.bare, shapes))
 
 
 @lru_cache(maxsize=16)
-def _unbounded_attempts(config: RunConfig, layout: Layout, shapes: ModelShapes | None) -> list[Attempt]:
-    return _attempts_with(config, layout, shapes, None, None)
+def _unbounded_attempts(setup: Setup, layout: Layout, shapes: ModelShapes | None) -> list[Attempt]:
+    return _attempts_with(setup, layout, shapes, None, None)
 
 
 def _most_held(plan: Plan) -> int:

@@ -14,7 +14,7 @@ from canzona_cli.core.planner.exchange import GroupTraffic, group_traffic
 from canzona_cli.core.planner.memory import Place
 from canzona_cli.core.planner.plan import Bucket, MicroGroup, Plan, rank_buckets
 from canzona_cli.core.planner.reduction import collectives, owned_elements, sent_elements
-from canzona_cli.core.setup import Form, Gathering, Layout, MomentumConfig, Reduction, RunConfig
+from canzona_cli.core.setup import Form, Gathering, Layout, MomentumConfig, Reduction, Setup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,9 +117,9 @@ POLYNOMIAL_ERROR = {
 """The `UpdateKind.error` of five steps, by coefficients; `aol` is designed for four steps."""
 
 
-def kinds(config: RunConfig, plan: Plan) -> tuple[UpdateKind, ...]:
+def kinds(setup: Setup, plan: Plan) -> tuple[UpdateKind, ...]:
     """Describes how each shape of the plan is updated; the shape that takes longest in total comes first."""
-    algorithm, optimizer = plan.subject.optimizer, config.optimizer
+    algorithm, optimizer = plan.subject.optimizer, setup.optimizer
     orthogonal = isinstance(optimizer, MomentumConfig)
     counted = Counter((m.rows, m.cols, cost) for m, cost in zip(plan.matrices, plan.costs, strict=True))
     shared_costs: dict[tuple[int, int], list[SharedCost]] = {}
@@ -131,7 +131,7 @@ def kinds(config: RunConfig, plan: Plan) -> tuple[UpdateKind, ...]:
     described = []
     for (rows, cols, cost), count in sorted(counted.items(), key=lambda item: -item[1] * item[0][2]):
         shared = shared_costs.get((rows, cols), ())
-        stack = stack_of(algorithm, rows, cols, config.cluster)
+        stack = stack_of(algorithm, rows, cols, setup.cluster)
         described.append(
             UpdateKind(
                 rows=rows,
@@ -140,7 +140,7 @@ def kinds(config: RunConfig, plan: Plan) -> tuple[UpdateKind, ...]:
                 seconds=cost,
                 shared=len(shared),
                 fragment_s=shared[0].each if shared else 0.0,
-                form=form_of(algorithm, rows, cols, config.cluster) if orthogonal else None,
+                form=form_of(algorithm, rows, cols, setup.cluster) if orthogonal else None,
                 together=stack,
                 error=error,
             )
@@ -174,18 +174,18 @@ def balance(plan: Plan) -> Balance:
     )
 
 
-def communication(config: RunConfig, layout: Layout, plan: Plan) -> Communication:
+def communication(setup: Setup, layout: Layout, plan: Plan) -> Communication:
     """Counts the traffic of one step in reductions, gatherings and exchanges, excluding the traffic of the
     model's forward and backward passes."""
     mesh = plan.subject.layout
-    weight_bytes, gradient_bytes = config.train.weight_bytes, config.train.gradient_bytes
-    ranks = (_traffic_of(config, layout, plan, *rank) for rank in product(range(mesh.pp), range(mesh.ep)))
+    weight_bytes, gradient_bytes = setup.train.weight_bytes, setup.train.gradient_bytes
+    ranks = (_traffic_of(setup, layout, plan, *rank) for rank in product(range(mesh.pp), range(mesh.ep)))
     reduced, gathered, reductions, gathers = map(max, zip(*ranks, strict=True))
     communicated = [bucket for bucket in plan.buckets if mesh.reducers(bucket.expert_rank) > 1]
     return Communication(
         dp_reduce_bytes=round(reduced * gradient_bytes),
         dp_gather_bytes=round(gathered * weight_bytes),
-        tp_exchange_bytes=max(exchange_sent(config, plan), default=0),
+        tp_exchange_bytes=max(exchange_sent(setup, plan), default=0),
         dp_reductions=reductions,
         dp_gathers=gathers,
         reduced_by=dict(Counter(bucket.reduction for bucket in communicated).most_common()),
@@ -197,12 +197,12 @@ def communication(config: RunConfig, layout: Layout, plan: Plan) -> Communicatio
 
 
 def _traffic_of(
-    config: RunConfig, layout: Layout, plan: Plan, stage: int, expert_rank: int
+    setup: Setup, layout: Layout, plan: Plan, stage: int, expert_rank: int
 ) -> tuple[float, float, int, int]:
     """Counts the elements that a rank sends in reductions and in gatherings, and the number of reductions and
     of gatherings of its matrices."""
     mesh = plan.subject.layout
-    adamw = stage_weights(config, layout, stage).others * (mesh.owners - 1) / mesh.owners
+    adamw = stage_weights(setup, layout, stage).others * (mesh.owners - 1) / mesh.owners
     reduced, gathered, reductions, gathers = adamw, adamw, 0, 0
     for bucket in rank_buckets(plan.buckets, stage, expert_rank):
         owners = mesh.reducers(bucket.expert_rank)
@@ -243,11 +243,11 @@ def exchanges(plan: Plan) -> Counter[tuple[int, int]]:
     return counts
 
 
-def exchange_sent(config: RunConfig, plan: Plan) -> list[int]:
+def exchange_sent(setup: Setup, plan: Plan) -> list[int]:
     """Counts the bytes that each rank sends within its TP group in a step, at index `Mesh.rank(stage,
     cell)`."""
     mesh = plan.subject.layout
-    weight_bytes, gradient_bytes = config.train.weight_bytes, config.engine.gradient_bytes
+    weight_bytes, gradient_bytes = setup.train.weight_bytes, setup.engine.gradient_bytes
     sent = [0] * (mesh.pp * mesh.cells)
     for group, moved in _traffic(plan):
         first_rank = mesh.rank(group.stage, group.owner * mesh.tp)

@@ -35,7 +35,7 @@ from canzona_cli.core.planner.order import LANES
 from canzona_cli.core.planner.pipeline import Job, make_jobs
 from canzona_cli.core.planner.plan import Plan, PlanKey, rank_buckets, sum_by_cell
 from canzona_cli.core.planner.reduction import ring_scratch
-from canzona_cli.core.setup import Layout, Mesh, RunConfig
+from canzona_cli.core.setup import Layout, Mesh, Setup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class StepBuffers:
         return self.exchange + self.gradients + self.workspace
 
 
-def step_buffers(config: RunConfig, plan: Plan, stage: int) -> list[StepBuffers]:
+def step_buffers(setup: Setup, plan: Plan, stage: int) -> list[StepBuffers]:
     """Returns the buffers of each cell of a stage, at index `owner * tp + host`."""
     mesh = plan.subject.layout
     by_owner: dict[int, list[list[Job]]] = {}
@@ -72,8 +72,8 @@ def step_buffers(config: RunConfig, plan: Plan, stage: int) -> list[StepBuffers]
     for matrix, cell in plan.placed[stage]:
         if matrix.expert_rank is not None:
             experts[cell.index(mesh.tp)].append(matrix)
-    reduced, gathered = ring_scratch(plan, stage, config.train.gradient_bytes, config.train.weight_bytes)
-    copies = _Copies(interleaved=interleaved_kinds(config.model), fp32=config.train.gradient_bytes == FP32)
+    reduced, gathered = ring_scratch(plan, stage, setup.train.gradient_bytes, setup.train.weight_bytes)
+    copies = _Copies(interleaved=interleaved_kinds(setup.model), fp32=setup.train.gradient_bytes == FP32)
     cache: dict[Hashable, list[StepBuffers]] = {}
     buffers: list[StepBuffers] = []
     for owner in range(mesh.owners):
@@ -85,7 +85,7 @@ def step_buffers(config: RunConfig, plan: Plan, stage: int) -> list[StepBuffers]
             tuple(tuple(map(_buffer_key, of_host)) for of_host in experts[row]),
         )
         if key not in cache:
-            cache[key] = list(_buffers_of_owner(config, plan.subject.optimizer, copies, groups, experts[row]))
+            cache[key] = list(_buffers_of_owner(setup, plan.subject.optimizer, copies, groups, experts[row]))
         buffers += cache[key]
     return [
         replace(of_cell, reduction=reduced.get(cell, 0), gathering=gathered.get(cell, 0))
@@ -133,7 +133,7 @@ class _Copies:
 
 
 def _buffers_of_owner(
-    config: RunConfig,
+    setup: Setup,
     algorithm: Algorithm,
     copies: _Copies,
     groups: Sequence[Sequence[Job]],
@@ -152,8 +152,8 @@ def _buffers_of_owner(
     fragment_bytes = _largest(FP32 * copies.of_fragment(matrix, tp) for matrix in shared)
     shared_sizes = [(matrix.elements // tp, min(matrix.shape) ** 2) for matrix in shared]
     messages = (
-        (config.train.weight_bytes, [traffic.weights for traffic in moved]),
-        (config.engine.gradient_bytes, [traffic.gradients for traffic in moved]),
+        (setup.train.weight_bytes, [traffic.weights for traffic in moved]),
+        (setup.engine.gradient_bytes, [traffic.gradients for traffic in moved]),
     )
     for rank in range(tp):
         exchange_bytes = 0
@@ -173,7 +173,7 @@ def _buffers_of_owner(
         yield StepBuffers(
             exchange=exchange_bytes,
             gradients=gradient_bytes + fragment_bytes + expert_bytes,
-            workspace=workspace_bytes(config, algorithm, batches, shared_sizes[::LANES], shared_sizes[1::LANES]),
+            workspace=workspace_bytes(setup, algorithm, batches, shared_sizes[::LANES], shared_sizes[1::LANES]),
         )
 
 
@@ -231,32 +231,32 @@ class PlanMemory(Memory):
     """The engine's buffers on the worst rank."""
 
 
-def memory_of(config: RunConfig, layout: Layout, plan: Plan | None) -> Memory:
+def memory_of(setup: Setup, layout: Layout, plan: Plan | None) -> Memory:
     """Returns the memory of the fullest rank of a run: under its plan, or estimated if the run has no
     plan."""
-    return estimate(config, layout) if plan is None else plan_memory(config, layout, plan)
+    return estimate(setup, layout) if plan is None else plan_memory(setup, layout, plan)
 
 
-def plan_memory(config: RunConfig, layout: Layout, plan: Plan) -> PlanMemory:
+def plan_memory(setup: Setup, layout: Layout, plan: Plan) -> PlanMemory:
     """Returns the memory of the rank that needs the most under a plan, in any stage.
 
     The last 8 results are cached, because making a plan, the search for a layout and the study of the plan need the
     same.
     """
-    return _plan_memory(config, layout, PlanKey(plan))
+    return _plan_memory(setup, layout, PlanKey(plan))
 
 
 @lru_cache(maxsize=8)
-def _plan_memory(config: RunConfig, layout: Layout, key: PlanKey) -> PlanMemory:
+def _plan_memory(setup: Setup, layout: Layout, key: PlanKey) -> PlanMemory:
     plan = key.plan
-    stages = [_stage_memory(config, layout, plan, stage) for stage in range(plan.subject.layout.pp)]
+    stages = [_stage_memory(setup, layout, plan, stage) for stage in range(plan.subject.layout.pp)]
     return max(stages, key=lambda memory: (memory.total, -memory.worst.rank))
 
 
-def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> PlanMemory:
+def _stage_memory(setup: Setup, layout: Layout, plan: Plan, stage: int) -> PlanMemory:
     """Returns the memory of a stage's fullest cell."""
     mesh, algorithm = plan.subject.layout, plan.subject.optimizer
-    weight_bytes, gradient_bytes = config.train.weight_bytes, config.train.gradient_bytes
+    weight_bytes, gradient_bytes = setup.train.weight_bytes, setup.train.gradient_bytes
     # Fragments are counted from the plan, because a user's shapes differ from the shapes of `stage_weights`.
     fragments = sum(m.fragment_elements(mesh.tp) for m, _ in plan.placed[stage] if m.expert_rank in (None, 0))
     padding = sum(bucket.padding for bucket in rank_buckets(plan.buckets, stage))
@@ -269,16 +269,16 @@ def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> 
     )
     elements = plan.held_elements(stage)
     factors = sum_by_cell(hosted, 0, cells=mesh.cells, tp=mesh.tp)
-    buffers = step_buffers(config, plan, stage)
-    needed = transient(config, algorithm, layout, stage)
-    weights = stage_weights(config, layout, stage)
+    buffers = step_buffers(setup, plan, stage)
+    needed = transient(setup, algorithm, layout, stage)
+    weights = stage_weights(setup, layout, stage)
     stored = weights.others + fragments
     adamw = weights.share(mesh, matrices=False)
 
     def varying(cell: int) -> dict[str, int]:
         """Returns the parts that differ between the cells of a stage."""
         return {
-            **optimizer_state(config, algorithm, adamw, elements[cell], factors[cell]),
+            **optimizer_state(setup, algorithm, adamw, elements[cell], factors[cell]),
             **needed.parts(reduction=buffers[cell].reduction, gathering=buffers[cell].gathering),
             "exchange": buffers[cell].lasting,
         }
@@ -298,7 +298,7 @@ def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> 
         ),
         worst=place,
         worst_rank=f"rank {place.rank}",
-        capacity=capacity(config),
-        headroom=headroom(config),
+        capacity=capacity(setup),
+        headroom=headroom(setup),
         buffers=buffers[worst],
     )

@@ -19,7 +19,7 @@ from canzona_cli.core.model.matrices import Matrix
 from canzona_cli.core.planner.exchange import Traffic, group_traffic, senders
 from canzona_cli.core.planner.order import entries_before_norm, order, shared_order
 from canzona_cli.core.planner.plan import Assignment
-from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.core.setup import Layout, Setup
 
 Activity = Literal["matrix_update", "exchange"]
 
@@ -145,9 +145,9 @@ class HostedPipeline:
     """The least seconds of norm, clip and AdamW, with which the first exchanges overlap."""
 
     @classmethod
-    def of(cls, config: RunConfig, layout: Layout) -> "HostedPipeline":
-        cluster, width = config.cluster, config.train.weight_bytes
-        exchanging = step_factor(config, "exchange")
+    def of(cls, setup: Setup, layout: Layout) -> "HostedPipeline":
+        cluster, width = setup.cluster, setup.train.weight_bytes
+        exchanging = step_factor(setup, "exchange")
         # A GPU reads the new and the old weight and writes one of them, so that it need not wait for the
         # finite flags.
         select = 3 * width if cluster.device == "cuda" else 0
@@ -156,17 +156,17 @@ class HostedPipeline:
             links=Links(cluster=cluster),
             group=Groups.of(layout, cluster).tp,
             width=width,
-            grad=config.engine.gradient_bytes,
-            buffer=config.train.gradient_bytes,
+            grad=setup.engine.gradient_bytes,
+            buffer=setup.train.gradient_bytes,
             store=select or 2 * width,
             host_store=0 if cluster.measured_updates else select,  # measured updates include it
             byte_s=exchanging / memory_rate(cluster),
             launch_s=exchanging * cluster.launch_us * 1e-6,
-            replay_s=cluster.launch_us * 1e-6 if algorithm_of(config).graph else 0.0,
-            steps=algorithm_of(config).ns_steps,
-            updating=step_factor(config, "matrix_update"),
+            replay_s=cluster.launch_us * 1e-6 if algorithm_of(setup).graph else 0.0,
+            steps=algorithm_of(setup).ns_steps,
+            updating=step_factor(setup, "matrix_update"),
             exchanging=exchanging,
-            norm_s=least_before_updates(config, layout),
+            norm_s=least_before_updates(setup, layout),
         )
 
     @property
@@ -347,7 +347,7 @@ class Load:
     """The exchange after each stage except the last."""
 
 
-def planning_config(config: RunConfig) -> RunConfig:
+def planning_config(setup: Setup) -> Setup:
     """Returns the run without two profile values that change predicted times but must not change plans: the
     number of cores that ranks share, and the factors measured in whole steps."""
-    return replace(config, cluster=replace(config.cluster, cores=None, step_factors={}))
+    return replace(setup, cluster=replace(setup.cluster, cores=None, step_factors={}))

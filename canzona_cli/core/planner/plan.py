@@ -16,6 +16,7 @@ from canzona_cli.core.costs.sharing import HOSTED, SharedCost, SharedCosts, shar
 from canzona_cli.core.fields import CountOrZero, NotNegative, Seconds
 from canzona_cli.core.model.matrices import Matrix
 from canzona_cli.core.optimizers.facts import Algorithm
+from canzona_cli.core.reading import parse
 from canzona_cli.core.setup import (
     Gathering,
     Mesh,
@@ -25,7 +26,6 @@ from canzona_cli.core.setup import (
     Splitting,
     Strategy,
 )
-from canzona_cli.records.codec import parse
 
 Scalar = str | int | float | bool | None
 

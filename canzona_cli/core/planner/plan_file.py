@@ -10,9 +10,8 @@ from canzona_cli.core.costs.update import update_costs
 from canzona_cli.core.errors import ConfigError, Problem
 from canzona_cli.core.planner.make import make_plan, planned_matrices, subject
 from canzona_cli.core.planner.plan import VERSION, Plan, Subject, content_hash
-from canzona_cli.core.reading import Unreadable, expanded, parse_json, read_plain
-from canzona_cli.core.setup import Execution, Layout, RunConfig
-from canzona_cli.records.codec import other_version
+from canzona_cli.core.reading import Unreadable, expanded, other_version, parse_json, read_plain
+from canzona_cli.core.setup import Execution, Layout, Setup
 
 Difference = tuple[str, object, object]
 """A key, its value in the first of two plans or subjects, and its value in the second."""
@@ -86,24 +85,24 @@ _SHOWN = 6
 """The largest number of differences that a message lists; two unrelated runs differ in dozens of values."""
 
 
-def default_path(config: RunConfig, plan: Plan) -> Path:
+def default_path(setup: Setup, plan: Plan) -> Path:
     """Returns `plans/<recipe>-<gpus>gpus-<hash>.json`, where `canzona train` finds the plan."""
-    return FOLDER / f"{config.name}-{config.gpus}gpus-{plan.name}.json"
+    return FOLDER / f"{setup.name}-{setup.gpus}gpus-{plan.name}.json"
 
 
-def find_plan(config: RunConfig, layout: Layout, folder: Path) -> "ObtainedPlan | None":
+def find_plan(setup: Setup, layout: Layout, folder: Path) -> "ObtainedPlan | None":
     """Returns the plan of a run from the newest file in `folder` that `load_plan` accepts; None if there is
     no such file."""
-    candidates = folder.glob(f"{config.name}-{config.gpus}gpus-*.json")
+    candidates = folder.glob(f"{setup.name}-{setup.gpus}gpus-*.json")
     for path in sorted(candidates, key=_age, reverse=True):
         try:
-            return ObtainedPlan(plan=load_plan(path, config, layout), path=path)
+            return ObtainedPlan(plan=load_plan(path, setup, layout), path=path)
         except ConfigError:
             continue
     return None
 
 
-def load_plan(path: Path, config: RunConfig, layout: Layout) -> Plan:
+def load_plan(path: Path, setup: Setup, layout: Layout) -> Plan:
     """Reads a plan and checks that it is for exactly this run.
 
     Raises:
@@ -111,7 +110,7 @@ def load_plan(path: Path, config: RunConfig, layout: Layout) -> Plan:
             differences are listed); or its matrices or costs differ from this run's.
     """
     plan = read_plan(path)
-    expected = subject(config, layout)
+    expected = subject(setup, layout)
     differing = differences(plan.subject, expected)
     if differing:
         parts = ", ".join(dict.fromkeys(key.partition(".")[0] for key, _, _ in differing))
@@ -125,9 +124,9 @@ def load_plan(path: Path, config: RunConfig, layout: Layout) -> Plan:
             f"plan {plan.name} is for a different {parts}: {shown}" + (f"; and {more} more" if more > 0 else ""),
             f"{_MAKE_ANEW} and this run's settings",
         )
-    matrices = planned_matrices(config, layout, None)
-    possible = shared_costs(config, plan.subject.optimizer, layout, matrices)
-    if (plan.matrices, plan.costs) != (matrices, update_costs(config, matrices)) or any(
+    matrices = planned_matrices(setup, layout, None)
+    possible = shared_costs(setup, plan.subject.optimizer, layout, matrices)
+    if (plan.matrices, plan.costs) != (matrices, update_costs(setup, matrices)) or any(
         shared_cost != possible.get(index) for index, shared_cost in plan.assignment.shared_costs.items()
     ):
         raise _refused(path, "has different matrices or costs than this run", _MAKE_ANEW)
@@ -183,7 +182,7 @@ class ObtainedPlan:
     path: Path | None
 
 
-def obtain_plan(config: RunConfig, layout: Layout, folder: Path = FOLDER) -> ObtainedPlan | None:
+def obtain_plan(setup: Setup, layout: Layout, folder: Path = FOLDER) -> ObtainedPlan | None:
     """Returns the plan that a resolved run executes: from the file `engine.plan` if it is set; otherwise from
     `folder`, or a new plan if no file there matches. Returns None if the run's strategy has no plan.
 
@@ -191,15 +190,15 @@ def obtain_plan(config: RunConfig, layout: Layout, folder: Path = FOLDER) -> Obt
         ConfigError: the file `engine.plan` is refused, see `load_plan`; or see `make_plan`.
         DoesNotFit: see `make_plan`.
     """
-    if config.execution is not Execution.PLANNED:
+    if setup.execution is not Execution.PLANNED:
         return None
-    if config.engine.plan is not None:
-        path = expanded(config.engine.plan)
+    if setup.engine.plan is not None:
+        path = expanded(setup.engine.plan)
         try:
-            return ObtainedPlan(plan=load_plan(path, config, layout), path=path)
+            return ObtainedPlan(plan=load_plan(path, setup, layout), path=path)
         except ConfigError as error:
             raise ConfigError(*(_blame_setting(problem) for problem in error.problems)) from None
-    return find_plan(config, layout, folder) or ObtainedPlan(plan=make_plan(config, layout), path=None)
+    return find_plan(setup, layout, folder) or ObtainedPlan(plan=make_plan(setup, layout), path=None)
 
 
 def _blame_setting(problem: Problem) -> Problem:

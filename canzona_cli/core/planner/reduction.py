@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple
 from canzona_cli.core.costs.links import Group, Groups, Links, Transfer
 from canzona_cli.core.costs.update import memory_rate
 from canzona_cli.core.planner.plan import Bucket, Plan, PlanSettings, Range
-from canzona_cli.core.setup import Device, Gathering, Layout, Reduction, RunConfig
+from canzona_cli.core.setup import Device, Gathering, Layout, Reduction, Setup
 
 
 class Segment(NamedTuple):
@@ -225,18 +225,18 @@ def uniform_buckets(buckets: Iterable[Bucket], settings: PlanSettings) -> tuple[
 class ReductionModel:
     """The cost model of a run's reductions and gatherings, and the choice of the way for each bucket."""
 
-    def __init__(self, config: RunConfig, layout: Layout) -> None:
-        groups = Groups.of(layout, config.cluster)
-        self._links, self._group = Links(cluster=config.cluster), groups.data
+    def __init__(self, setup: Setup, layout: Layout) -> None:
+        groups = Groups.of(layout, setup.cluster)
+        self._links, self._group = Links(cluster=setup.cluster), groups.data
         self._experts = groups.experts
-        self._weight_bytes, self._gradient_bytes = config.train.weight_bytes, config.train.gradient_bytes
-        self._memory_rate = memory_rate(config.cluster)
-        self._launch_s = config.cluster.launch_us * 1e-6
+        self._weight_bytes, self._gradient_bytes = setup.train.weight_bytes, setup.train.gradient_bytes
+        self._memory_rate = memory_rate(setup.cluster)
+        self._launch_s = setup.cluster.launch_us * 1e-6
         self._estimates: dict[tuple[int, int, Native, bool], Transfer] = {}
         self._ring_transfers: dict[tuple[Native, bool, int, tuple[Range, ...]], Transfer] = {}
         # With gloo the all-to-all of a ring overlaps with nothing, because it is launched only after a wait
         # for the reduce-scatter.
-        self.rings = config.cluster.device == "cuda" and max(self._group.size, self._experts.size) > 1
+        self.rings = setup.cluster.device == "cuda" and max(self._group.size, self._experts.size) > 1
         """True if the planner may choose rings when `engine.reduction` is not set."""
 
     def reduce(self, bucket: Bucket) -> Transfer:

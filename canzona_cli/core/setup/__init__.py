@@ -21,26 +21,20 @@ from canzona_cli.core.optimizers.shampoo_facts import (
     ShampooConfig,
     SoapConfig,
 )
-from canzona_cli.core.setup.cluster import ClusterConfig, Collective, Device, FastPath
-from canzona_cli.core.setup.optimizer import OPTIMIZERS, CustomConfig, OptimizerConfig, OptimizerName, UpdateName
-from canzona_cli.core.setup.run import (
-    CheckpointConfig,
+from canzona_cli.core.setup.cluster import ClusterConfig, Collective, Device, FastPath, HashedOnce
+from canzona_cli.core.setup.engine import (
     EngineConfig,
-    Execution,
     Gathering,
-    Layout,
-    Mesh,
     Mode,
     MuonTpMode,
     Reduction,
-    RunConfig,
-    RunSettings,
     Splitting,
     Strategy,
-    TrackerName,
 )
+from canzona_cli.core.setup.layout import Layout, Mesh
+from canzona_cli.core.setup.optimizer import OPTIMIZERS, CustomConfig, OptimizerConfig, OptimizerName, UpdateName
+from canzona_cli.core.setup.setup import Execution, Setup
 from canzona_cli.core.setup.training import (
-    DataConfig,
     DecayStyle,
     Dispatcher,
     Divergence,

@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection, Iterator
 
 from canzona_cli.core.errors import Problem
-from canzona_cli.core.setup import ModelConfig, RunConfig
+from canzona_cli.core.setup import ModelConfig, Setup
 from canzona_cli.core.setup.stages import number_list, pipeline_problems
 
 
@@ -32,13 +32,13 @@ def possible_tp(model: ModelConfig, *, whole_experts: bool = False) -> tuple[int
     return divisors(math.gcd(*(count for count, _ in _cut_by_tp(model, whole_experts=whole_experts))))
 
 
-def may_have_whole_experts(config: RunConfig) -> bool:
+def may_have_whole_experts(setup: Setup) -> bool:
     """Returns True if the run may have a layout that distributes whole experts over ranks (`parallel.ep`
     above 1). Unless the user sets `parallel.ep`, this is possible only on GPUs."""
-    ep, experts = config.parallel.ep, config.model.num_experts
+    ep, experts = setup.parallel.ep, setup.model.num_experts
     if experts == 0 or ep is not None:
         return experts > 0 and (ep or 1) > 1
-    return config.cluster.device == "cuda" and math.gcd(experts, config.gpus // (config.parallel.pp or 1)) > 1
+    return setup.cluster.device == "cuda" and math.gcd(experts, setup.gpus // (setup.parallel.pp or 1)) > 1
 
 
 def uneven_problems(key: str, parts: int, counts: Collection[tuple[int, str]]) -> Iterator[Problem]:
@@ -53,10 +53,10 @@ def uneven_problems(key: str, parts: int, counts: Collection[tuple[int, str]]) -
         yield Problem(key, f"cannot split {uneven} into {parts} equal parts", fix, value=parts)
 
 
-def layout_problems(config: RunConfig) -> list[Problem]:
+def layout_problems(setup: Setup) -> list[Problem]:
     """Returns the problems with the parallelism, the machines and the batch of a run. Some problems lack the
     value of their setting, which `settings.with_own_values` fills in."""
-    return [*_parallelism_problems(config), *_machine_problems(config), *_batch_problems(config)]
+    return [*_parallelism_problems(setup), *_machine_problems(setup), *_batch_problems(setup)]
 
 
 def _cut_by_tp(model: ModelConfig, *, whole_experts: bool) -> list[tuple[int, str]]:
@@ -70,27 +70,27 @@ def _cut_by_tp(model: ModelConfig, *, whole_experts: bool) -> list[tuple[int, st
     return [(count, name) for count, name in counts if not (whole_experts and name == "ffn rows")]
 
 
-def _parallelism_problems(config: RunConfig) -> Iterator[Problem]:
-    model, parallel, train = config.model, config.parallel, config.train
+def _parallelism_problems(setup: Setup) -> Iterator[Problem]:
+    model, parallel, train = setup.model, setup.parallel, setup.train
     if model.num_attention_heads % model.num_query_groups:
         reason = f"does not divide the {model.num_attention_heads} attention heads"
         fix = f"use one of {number_list(divisors(model.num_attention_heads))}"
         yield Problem("model.num_query_groups", reason, fix)
     tp, pp, cp = parallel.tp, parallel.pp, parallel.cp or 1
     if tp is not None:
-        counts = _cut_by_tp(model, whole_experts=may_have_whole_experts(config))
+        counts = _cut_by_tp(model, whole_experts=may_have_whole_experts(setup))
         yield from uneven_problems("parallel.tp", tp, counts)
     yield from pipeline_problems(model.num_layers, pp, parallel.vpp)
     copy_ranks = (tp or 1) * (pp or 1) * cp
-    if config.gpus % copy_ranks:
+    if setup.gpus % copy_ranks:
         factors = [f"{name} {size}" for name, size in (("tp", tp), ("pp", pp), ("cp", cp)) if size not in (None, 1)]
         product = " * ".join(factors) + (f" = {copy_ranks}" if len(factors) > 1 else "")
-        above = -(-config.gpus // copy_ranks) * copy_ranks
+        above = -(-setup.gpus // copy_ranks) * copy_ranks
         below = above - copy_ranks
         reason = f"is not a multiple of {product}, the number of ranks that hold one copy of the model"
         fix = f"use gpus={above}" + (f" or gpus={below}" if below else "") + ", or a smaller parallel size"
         yield Problem("gpus", reason, fix)
-    yield from _expert_parallelism_problems(config)
+    yield from _expert_parallelism_problems(setup)
     if cp > 1 and train.seq_length % (2 * cp):
         reason = f"must be a multiple of 2 * cp = {2 * cp}: each rank has two slices, to balance causal attention"
         fix = f"use train.seq_length={-(-train.seq_length // (2 * cp)) * 2 * cp}"
@@ -110,8 +110,8 @@ def _parallelism_problems(config: RunConfig) -> Iterator[Problem]:
             yield Problem("train.seq_length", reason, fix)
 
 
-def _expert_parallelism_problems(config: RunConfig) -> Iterator[Problem]:
-    ep, experts = config.parallel.ep or 1, config.model.num_experts
+def _expert_parallelism_problems(setup: Setup) -> Iterator[Problem]:
+    ep, experts = setup.parallel.ep or 1, setup.model.num_experts
     if ep == 1:
         return
     if experts == 0:
@@ -119,23 +119,23 @@ def _expert_parallelism_problems(config: RunConfig) -> Iterator[Problem]:
         yield Problem("parallel.ep", reason, "leave it null, or set model.num_experts", value=ep)
         return
     yield from uneven_problems("parallel.ep", ep, [(experts, "experts")])
-    cells = config.gpus // (config.parallel.pp or 1)
+    cells = setup.gpus // (setup.parallel.pp or 1)
     if cells % ep:
         reason = f"does not divide the {cells} ranks of a pipeline stage"
         possible = [size for size in divisors(cells) if experts % size == 0]
         yield Problem("parallel.ep", reason, f"use one of {number_list(possible)}", value=ep)
-    if config.parallel.dispatcher != "flex":
+    if setup.parallel.dispatcher != "flex":
         return
-    if config.cluster.device == "cpu":
+    if setup.cluster.device == "cpu":
         yield Problem("parallel.dispatcher", "DeepEP's kernels need GPUs", "leave it null", value="flex")
-    elif config.train.precision == "fp32":
+    elif setup.train.precision == "fp32":
         reason = "DeepEP's kernels send bf16, and train.precision is fp32"
         yield Problem("parallel.dispatcher", reason, "leave it null, or train in bf16", value="flex")
 
 
-def _machine_problems(config: RunConfig) -> Iterator[Problem]:
-    gpus, per_node, nodes = config.gpus, config.cluster.gpus_per_node, config.cluster.nodes
-    ranks = "GPUs" if config.cluster.device == "cuda" else "CPU ranks"
+def _machine_problems(setup: Setup) -> Iterator[Problem]:
+    gpus, per_node, nodes = setup.gpus, setup.cluster.gpus_per_node, setup.cluster.nodes
+    ranks = "GPUs" if setup.cluster.device == "cuda" else "CPU ranks"
     if nodes is None:
         if gpus > per_node and gpus % per_node:
             below = gpus // per_node * per_node
@@ -150,14 +150,14 @@ def _machine_problems(config: RunConfig) -> Iterator[Problem]:
         yield Problem("cluster.nodes", reason, fix)
 
 
-def _batch_problems(config: RunConfig) -> Iterator[Problem]:
-    parallel, train = config.parallel, config.train
+def _batch_problems(setup: Setup) -> Iterator[Problem]:
+    parallel, train = setup.parallel, setup.train
     batch, micro = train.global_batch_size, train.micro_batch_size
     if batch is None:
         return
     if parallel.tp is not None and parallel.pp is not None and parallel.cp is not None:
         copy_ranks = parallel.tp * parallel.pp * parallel.cp
-        dp = config.gpus // copy_ranks if config.gpus % copy_ranks == 0 else 1
+        dp = setup.gpus // copy_ranks if setup.gpus % copy_ranks == 0 else 1
     else:
         dp = 1  # unknown until `canzona_cli.core.simulate.fit` chooses a dp that divides the batch
     pp = parallel.pp if (parallel.vpp or 1) > 1 else None

@@ -1,8 +1,6 @@
 """The settings of training: model, parallelism, training job, learning-rate schedule and data."""
 
-import os
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
 from canzona_cli.core.fields import (
@@ -16,7 +14,6 @@ from canzona_cli.core.fields import (
     Count,
     CountOrZero,
     Epsilon,
-    Example,
     Positive,
     Precision,
     Range,
@@ -24,7 +21,6 @@ from canzona_cli.core.fields import (
     Share,
     Side,
 )
-from canzona_cli.core.reading import expanded
 
 Layers = Annotated[int, Range(at_least=1, at_most=2048)]
 Heads = Annotated[int, Range(at_least=1, at_most=2048)]
@@ -240,42 +236,3 @@ class ScheduleConfig:
         if self.decay == "wsd" and wsd_decay_steps is None:
             wsd_decay_steps = max(1, (decay_steps - warmup_steps) // WSD_DECAY_SHARE)
         return replace(self, decay_steps=decay_steps, warmup_steps=warmup_steps, wsd_decay_steps=wsd_decay_steps)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """The settings of the training data and its tokenizer."""
-
-    AFFECTS: ClassVar[Affects] = CURVE
-
-    source: Annotated[
-        Literal["stdlib", "prepared"],
-        "stdlib: the source code of the Python standard library, tokenised "
-        "once and cached. prepared: the files of `path` or `blend`.",
-    ]
-    path: Annotated[str | None, "For prepared: the prefix of the .bin/.idx pair, without extension."] = None
-    blend: Annotated[
-        dict[str, Positive] | None,
-        "For prepared, instead of path: the prefixes of several pairs, "
-        "each with a weight that gives its relative share of the samples.",
-        Example("'{data/code:0.7,data/web:0.3}'"),
-    ] = field(default=None, hash=False)
-    tokenizer: Annotated[
-        str,
-        "For stdlib: byte, bpe, or the path of a Hugging Face tokenizer.json or its folder.",
-    ] = "byte"
-    tokenizer_vocab_size: Annotated[
-        Side, "For bpe: number of entries in the vocabulary, which is trained on the data."
-    ] = 16384
-    validation_fraction: Annotated[Share, "Share of documents, from the end, that are held out for validation."] = 0.02
-    cache_dir: Annotated[
-        str | None,
-        "Folder for prepared corpora, sample indices and layouts found by search; null: $CANZONA_CACHE, else"
-        " ~/.cache/canzona.",
-        NOTHING,
-    ] = None
-
-    @property
-    def cache_root(self) -> Path:
-        """The folder of the cache. canzona can create all files in it again."""
-        return expanded(self.cache_dir or os.environ.get("CANZONA_CACHE") or "~/.cache/canzona").absolute()

@@ -23,7 +23,7 @@ from canzona_cli.core.planner.measures import Balance, Communication, balance, c
 from canzona_cli.core.planner.memory import PlanMemory, plan_memory
 from canzona_cli.core.planner.plan import Plan, sum_by_cell
 from canzona_cli.core.planner.reduction import GATHERED_AHEAD
-from canzona_cli.core.setup import Form, KroneckerConfig, Layout, MomentumConfig, MuonTpMode, RunConfig
+from canzona_cli.core.setup import Form, KroneckerConfig, Layout, MomentumConfig, MuonTpMode, Setup
 from canzona_cli.core.setup.execution import (
     PLANNED,
     RELEASED_TP_MODES,
@@ -35,7 +35,7 @@ from canzona_cli.core.setup.execution import (
 )
 from canzona_cli.core.simulate.estimate import flex_speedup
 from canzona_cli.core.simulate.fast_paths import FastPaths, fast_paths
-from canzona_cli.core.simulate.predict import Outlook, outlook, simulate_plan, with_cores, workload_without_plan
+from canzona_cli.core.simulate.predict import simulate_plan, with_cores, workload_without_plan
 from canzona_cli.core.simulate.step import Refreshes, StrategyResult, refreshes, simulate_tp_modes
 from canzona_cli.core.simulate.update import UpdateModel, Workload
 
@@ -78,7 +78,7 @@ class Variant:
 class Study:
     """A plan and its alternatives, with load balance, communication, memory and simulated times."""
 
-    config: RunConfig
+    setup: Setup
     layout: Layout
     plan: Plan
     balance: Balance
@@ -143,21 +143,16 @@ class Study:
         return seconds(self.result(strategy)) / seconds(self.result(baseline))
 
     @property
-    def outlook(self) -> Outlook:
-        """The outlook of the run if every iteration takes as long as under the plan."""
-        return outlook(self.config, self.layout, self.planned.result.iteration_s)
-
-    @property
     def flex_speedup(self) -> float | None:
         """The estimated gain from the dispatcher `flex` in this layout, see `estimate.flex_speedup`."""
-        return flex_speedup(self.config, self.layout)
+        return flex_speedup(self.setup, self.layout)
 
     @cached_property
     def refreshes(self) -> Refreshes | None:
         """The update times in a refresh period under the plan; None for optimizers that do not refresh."""
-        if not isinstance(self.config.optimizer, KroneckerConfig):
+        if not isinstance(self.setup.optimizer, KroneckerConfig):
             return None
-        return refreshes(self.config, self.plan.matrices, self.plan.assignment.cells)
+        return refreshes(self.setup, self.plan.matrices, self.plan.assignment.cells)
 
     def fast_paths(self, *, simulated: bool) -> FastPaths:
         """Returns the fast paths that the run leaves off.
@@ -165,7 +160,7 @@ class Study:
         Args:
             simulated: True to simulate the step with them, which takes as long as planning the run.
         """
-        return fast_paths(self.config, self.layout, self.shapes, simulated=simulated)
+        return fast_paths(self.setup, self.layout, self.shapes, simulated=simulated)
 
     def figures(self, strategy: str) -> dict[str, object]:
         """Returns a strategy's entry in the output of `--json`."""
@@ -188,16 +183,16 @@ class Study:
             "version": VERSION,
             "plan_hash": self.plan.hash,
             "plan_version": self.plan.version,
-            "recipe": self.config.name,
-            "gpus": self.config.gpus,
-            "cluster": self.config.cluster.name,
-            "optimizer": self.config.optimizer.name,
+            "recipe": self.setup.name,
+            "gpus": self.setup.gpus,
+            "cluster": self.setup.cluster.name,
+            "optimizer": self.setup.optimizer.name,
             "layout": asdict(mesh),
             "settings": asdict(self.plan.subject.settings),
             "matrices": len(self.plan.matrices),
             "buckets": len(self.plan.buckets),
             "micro_groups": len(self.plan.groups),
-            "updates": [asdict(kind) for kind in kinds(self.config, self.plan)],
+            "updates": [asdict(kind) for kind in kinds(self.setup, self.plan)],
             "load_balance": {
                 **balanced,
                 "gap": self.balance.gap,
@@ -218,7 +213,6 @@ class Study:
             "dearest_iteration_s": self.planned.result.iteration_s
             + (0.0 if self.refreshes is None else self.refreshes.excess_s),
             "communication": asdict(self.communication),
-            "outlook": asdict(self.outlook),
             "flex_speedup": self.flex_speedup,
             "strategies": {
                 name: {**self.figures(name), "phases": dict(compared.result.phases)}
@@ -247,15 +241,15 @@ class Study:
         }
 
 
-def with_shapes(config: RunConfig, shapes: ModelShapes) -> RunConfig:
-    """Returns `config` with the name of the user's shapes and a model of similar size. Memory, forward and
+def with_shapes(setup: Setup, shapes: ModelShapes) -> Setup:
+    """Returns `setup` with the name of the user's shapes and a model of similar size. Memory, forward and
     backward are estimated from this model."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", shapes.name).strip("-._") or "shapes"
-    return replace(config, name=name, model=shapes.stand_in(config.model))
+    return replace(setup, name=name, model=shapes.stand_in(setup.model))
 
 
 def study_run(
-    config: RunConfig,
+    setup: Setup,
     layout: Layout,
     compare: Comparison | None = None,
     shapes: ModelShapes | None = None,
@@ -270,7 +264,7 @@ def study_run(
         layout: the resolved layout.
         compare: `form` to plan the run also with Muon's other forms. The strategies are
             always compared.
-        shapes: the user's shapes, which are planned instead of `config.model`; `config` is then the result of
+        shapes: the user's shapes, which are planned instead of `config.model`; `setup` is then the result of
             `with_shapes`.
         baselines: the strategies to simulate besides the run's own.
         tp_modes: the modes of Megatron's Muon in which layerwise is simulated, at least those that the supported
@@ -281,16 +275,16 @@ def study_run(
         DoesNotFit: no plan fits the profile's memory.
     """
     start = time.perf_counter()
-    plan = make_plan(config, layout, shapes)
-    names = [name for name in STRATEGIES if name == config.engine.strategy or name in baselines]
+    plan = make_plan(setup, layout, shapes)
+    names = [name for name in STRATEGIES if name == setup.engine.strategy or name in baselines]
     plans: dict[AnyStrategy, Plan] = {
-        name: plan if name == config.engine.strategy else plan_unbounded(with_strategy(config, name), layout, shapes)
+        name: plan if name == setup.engine.strategy else plan_unbounded(with_strategy(setup, name), layout, shapes)
         for name in names
         if name in PLANNED
     }
-    load_balance, memory = balance(plan), plan_memory(config, layout, plan)
-    memories = {name: memory if other is plan else plan_memory(config, layout, other) for name, other in plans.items()}
-    simulated, stage = with_cores(config), load_balance.slowest.stage
+    load_balance, memory = balance(plan), plan_memory(setup, layout, plan)
+    memories = {name: memory if other is plan else plan_memory(setup, layout, other) for name, other in plans.items()}
+    simulated, stage = with_cores(setup), load_balance.slowest.stage
     strategies: dict[str, SimulatedStrategy] = {}
     for name in names:
         if name in plans:
@@ -299,15 +293,15 @@ def study_run(
             modes = tp_modes if name == "layerwise" else RELEASED_TP_MODES
             strategies.update(_simulate_unplanned(simulated, layout, name, modes, plan, stage, shapes))
     return Study(
-        config=config,
+        setup=setup,
         layout=layout,
         plan=plan,
         balance=load_balance,
-        communication=communication(config, layout, plan),
+        communication=communication(setup, layout, plan),
         memory=memory,
         strategies=MappingProxyType(strategies),
         assumptions=assumptions(),
-        variants=tuple(_variants(config, layout, shapes, plan, compare)),
+        variants=tuple(_variants(setup, layout, shapes, plan, compare)),
         shapes=shapes,
         planning_s=time.perf_counter() - start,
     )
@@ -318,17 +312,17 @@ def mode_key(strategy: AnyStrategy, mode: MuonTpMode) -> str:
     return f"{strategy}/{mode}"
 
 
-def _simulate_plan(config: RunConfig, layout: Layout, plan: Plan, memory: PlanMemory, stage: int) -> SimulatedStrategy:
+def _simulate_plan(setup: Setup, layout: Layout, plan: Plan, memory: PlanMemory, stage: int) -> SimulatedStrategy:
     return SimulatedStrategy(
-        result=simulate_plan(config, layout, plan),
+        result=simulate_plan(setup, layout, plan),
         memory_bytes=memory.total,
-        fits=memory.total <= capacity(config),
+        fits=memory.total <= capacity(setup),
         loads=tuple(plan.loads(stage)),
     )
 
 
 def _simulate_unplanned(
-    config: RunConfig,
+    setup: Setup,
     layout: Layout,
     strategy: AnyStrategy,
     tp_modes: Sequence[MuonTpMode],
@@ -344,38 +338,38 @@ def _simulate_unplanned(
         plan: the plan whose matrices the strategy updates if it can, or if they are the user's own `shapes`.
         stage: the stage of `SimulatedStrategy.loads`.
     """
-    config = with_strategy(config, strategy)
+    setup = with_strategy(setup, strategy)
     members = plan.matrices
-    if shapes is None and strategy != "adamw" and splitting_of(config) != config.engine.splitting:
-        members = matrices_of(config.model, layout, splitting_of(config))
-    workload = workload_without_plan(config, layout, strategy, members)
-    modes: Sequence[MuonTpMode | None] = tp_modes if layout.tp > 1 and has_tp_modes(config) else (None,)
-    runs = [config if mode is None else with_tp_mode(config, mode) for mode in modes]
-    results = simulate_tp_modes(config, layout, workload, [run.engine.muon_tp_mode for run in runs])
+    if shapes is None and strategy != "adamw" and splitting_of(setup) != setup.engine.splitting:
+        members = matrices_of(setup.model, layout, splitting_of(setup))
+    workload = workload_without_plan(setup, layout, strategy, members)
+    modes: Sequence[MuonTpMode | None] = tp_modes if layout.tp > 1 and has_tp_modes(setup) else (None,)
+    runs = [setup if mode is None else with_tp_mode(setup, mode) for mode in modes]
+    results = simulate_tp_modes(setup, layout, workload, [run.engine.muon_tp_mode for run in runs])
     by_mode: dict[MuonTpMode | None, SimulatedStrategy] = {}
     for mode, run, result in zip(modes, runs, results, strict=True):
         memory_bytes = estimate(run, layout).total
         by_mode[mode] = SimulatedStrategy(
             result=result,
             memory_bytes=memory_bytes,
-            fits=memory_bytes <= capacity(config),
+            fits=memory_bytes <= capacity(setup),
             loads=None,
             tp_mode=mode,
         )
     released = [simulated for mode, simulated in by_mode.items() if mode is None or mode in RELEASED_TP_MODES]
     best = min(released, key=lambda simulated: (not simulated.fits, simulated.result.iteration_s))
     if strategy == "layerwise":
-        run = config if best.tp_mode is None else with_tp_mode(config, best.tp_mode)
+        run = setup if best.tp_mode is None else with_tp_mode(setup, best.tp_mode)
         best = replace(best, loads=tuple(_layerwise_loads(run, layout, workload, stage)))
     yield strategy, best
     yield from ((mode_key(strategy, mode), simulated) for mode, simulated in by_mode.items() if mode is not None)
 
 
-def _layerwise_loads(config: RunConfig, layout: Layout, workload: Workload, stage: int) -> list[float]:
+def _layerwise_loads(setup: Setup, layout: Layout, workload: Workload, stage: int) -> list[float]:
     """Returns the update seconds of each cell of a stage under layerwise in a mode in which all TP ranks of an owner
     work equally long, except on experts that are divided among ranks."""
     assert workload.assignment is not None
-    model = UpdateModel(config, layout, workload.matrices, workload.costs)
+    model = UpdateModel(setup, layout, workload.matrices, workload.costs)
     placed = (
         (cell, model.unplanned_seconds(matrix.index), matrix.expert_rank is None)
         for matrix, cell in zip(workload.matrices, workload.assignment.cells, strict=True)
@@ -385,17 +379,17 @@ def _layerwise_loads(config: RunConfig, layout: Layout, workload: Workload, stag
 
 
 def _variants(
-    config: RunConfig, layout: Layout, shapes: ModelShapes | None, plan: Plan, compare: Comparison | None
+    setup: Setup, layout: Layout, shapes: ModelShapes | None, plan: Plan, compare: Comparison | None
 ) -> Iterator[Variant]:
-    optimizer = config.optimizer
-    runs: dict[str, RunConfig] = {}
+    optimizer = setup.optimizer
+    runs: dict[str, Setup] = {}
     if compare == "form":
         if not isinstance(optimizer, MomentumConfig):
             reason = f"optimizer={optimizer.name} has no forms to compare"
             raise ConfigError(Problem(key="--compare", value="form", reason=reason, fix="use optimizer=muon"))
-        runs = {form: replace(config, optimizer=replace(optimizer, form=form)) for form in FORMS}
+        runs = {form: replace(setup, optimizer=replace(optimizer, form=form)) for form in FORMS}
     for name, run in runs.items():
-        alternative = plan if run == config else plan_unbounded(run, layout, shapes)
+        alternative = plan if run == setup else plan_unbounded(run, layout, shapes)
         yield Variant(
             name=name,
             balance=balance(alternative),

@@ -19,20 +19,20 @@ from canzona_cli.core.planner.bounds import simple_bound
 from canzona_cli.core.planner.chunks import seconds_after_reduction
 from canzona_cli.core.planner.make import outlined_seconds
 from canzona_cli.core.planner.pipeline import HostedPipeline
-from canzona_cli.core.setup import Execution, Layout, RunConfig
+from canzona_cli.core.setup import Execution, Layout, Setup
 from canzona_cli.core.setup.execution import splitting_of, with_flex
 from canzona_cli.core.setup.stages import most_layers, stage_layers
 from canzona_cli.core.simulate.update import UpdateModel
 
 
-def estimated_step_seconds(config: RunConfig, layout: Layout) -> float:
+def estimated_step_seconds(setup: Setup, layout: Layout) -> float:
     """Estimates the seconds of a step in a layout, quickly. The estimate rarely exceeds the simulated
     seconds."""
-    times = passes(config, layout)
-    return _surely_s(config, layout, times) + _exposed_s(config, layout, times[0]) + _updates_s(config, layout)
+    times = passes(setup, layout)
+    return _surely_s(setup, layout, times) + _exposed_s(setup, layout, times[0]) + _updates_s(setup, layout)
 
 
-def outlined_step_seconds(config: RunConfig, layout: Layout) -> float:
+def outlined_step_seconds(setup: Setup, layout: Layout) -> float:
     """Estimates a step more closely than `estimated_step_seconds` if it has a plan whose size of buckets is
     open: with the waits for the buckets of a plan without owners, of the best size. Other steps get the same
     estimate.
@@ -41,76 +41,74 @@ def outlined_step_seconds(config: RunConfig, layout: Layout) -> float:
         ConfigError: the layout cannot divide the matrices.
     """
     added_s = None
-    if config.execution is Execution.PLANNED and config.cluster.device == "cuda":
-        added_s = outlined_seconds(config, layout)
+    if setup.execution is Execution.PLANNED and setup.cluster.device == "cuda":
+        added_s = outlined_seconds(setup, layout)
     if added_s is None:
-        return estimated_step_seconds(config, layout)
-    return _surely_s(config, layout, passes(config, layout)) + added_s
+        return estimated_step_seconds(setup, layout)
+    return _surely_s(setup, layout, passes(setup, layout)) + added_s
 
 
-def flex_speedup(config: RunConfig, layout: Layout) -> float | None:
+def flex_speedup(setup: Setup, layout: Layout) -> float | None:
     """Estimates the time of a step relative to the same step with the dispatcher `flex`; None if no experts are
     divided among ranks, or the run cannot use it (`with_flex`)."""
-    flex = with_flex(config)
+    flex = with_flex(setup)
     if flex is None or layout.ep == 1:
         return None
-    return estimated_step_seconds(config, layout) / estimated_step_seconds(flex, layout)
+    return estimated_step_seconds(setup, layout) / estimated_step_seconds(flex, layout)
 
 
-def _surely_s(config: RunConfig, layout: Layout, times: Sequence[Sequence[tuple[float, float]]]) -> float:
+def _surely_s(setup: Setup, layout: Layout, times: Sequence[Sequence[tuple[float, float]]]) -> float:
     """Returns the seconds of a step without data-parallel traffic and updates of matrices.
 
     Args:
         times: see `passes`.
     """
-    execution, hop_s = config.execution, hop(config, layout).seconds
+    execution, hop_s = setup.execution, hop(setup, layout).seconds
     stages_s = [sum(forward + backward + 2 * hop_s for forward, backward in chunks) for chunks in times]
     passes_s = layout.num_microbatches * max(stages_s) + (sum(stages_s) - max(stages_s)) / layout.vpp
-    weights = stage_weights(config, layout, 0)
+    weights = stage_weights(setup, layout, 0)
     if execution.everywhere:
         adamw, all_elements = weights.others, weights.matrices + weights.others
     else:
         adamw = weights.share(layout, matrices=False)
         all_elements = weights.share(layout, matrices=True)
-    clip_s = NormClip(config, layout).seconds(all_elements, adamw)
-    adamw_s = step_factor(config, "adamw_update") * adamw_seconds(weights.adamw(execution, layout), config.cluster)
-    return passes_s + seconds_after_reduction(config, layout, 0) + clip_s + adamw_s
+    clip_s = NormClip(setup, layout).seconds(all_elements, adamw)
+    adamw_s = step_factor(setup, "adamw_update") * adamw_seconds(weights.adamw(execution, layout), setup.cluster)
+    return passes_s + seconds_after_reduction(setup, layout, 0) + clip_s + adamw_s
 
 
-def least_step_seconds(config: RunConfig, layout: Layout) -> float:
+def least_step_seconds(setup: Setup, layout: Layout) -> float:
     """Returns a lower bound of `estimated_step_seconds`, quicker still: the forward and backward passes, as
     if the embedding and the output layer were not on the stage with the most layers."""
-    layer_s, ends_s = layer_and_ends(config, layout)
-    chunk_s = 1e-6 * config.cluster.pass_us * 2 + 2 * hop(config, layout).seconds
-    all_s = config.model.num_layers * layer_s + layout.pp * layout.vpp * chunk_s + ends_s
-    busiest_s = most_layers(config.model.num_layers, layout) * layer_s + layout.vpp * chunk_s
+    layer_s, ends_s = layer_and_ends(setup, layout)
+    chunk_s = 1e-6 * setup.cluster.pass_us * 2 + 2 * hop(setup, layout).seconds
+    all_s = setup.model.num_layers * layer_s + layout.pp * layout.vpp * chunk_s + ends_s
+    busiest_s = most_layers(setup.model.num_layers, layout) * layer_s + layout.vpp * chunk_s
     return layout.num_microbatches * busiest_s + (all_s - busiest_s) / layout.vpp
 
 
-def _exposed_s(config: RunConfig, layout: Layout, passes_s: Sequence[tuple[float, float]]) -> float:
+def _exposed_s(setup: Setup, layout: Layout, passes_s: Sequence[tuple[float, float]]) -> float:
     """Estimates the seconds that data-parallel traffic adds to a step.
 
     Args:
         passes_s: the seconds of a micro-batch's forward and backward pass through each of the first stage's
             model chunks.
     """
-    traffic, parallel = _traffic(config, replace(layout.bare, vpp=1)), config.parallel
+    traffic, parallel = _traffic(setup, replace(layout.bare, vpp=1)), setup.parallel
     reduced_s, gathered_s = traffic.reduced_s, traffic.gathered_s
     if not parallel.overlap_grad_reduce:
         return reduced_s + gathered_s
-    if config.model.num_experts:
+    if setup.model.num_experts:
         # The first chunk may have fewer layers than the others.
         forward_s, backward_s = map(fmean, zip(*passes_s, strict=True))
-        return max(traffic.last_s, _exposed_with_experts(config, layout, traffic, (forward_s, backward_s)))
+        return max(traffic.last_s, _exposed_with_experts(setup, layout, traffic, (forward_s, backward_s)))
     forward_s, backward_s = passes_s[0]
     if parallel.overlap_param_gather:
         gathered_s = max(0.0, gathered_s / layout.vpp - forward_s)
     return max(traffic.last_s, reduced_s / layout.vpp - backward_s) + gathered_s
 
 
-def _exposed_with_experts(
-    config: RunConfig, layout: Layout, traffic: "_Traffic", passes_s: tuple[float, float]
-) -> float:
+def _exposed_with_experts(setup: Setup, layout: Layout, traffic: "_Traffic", passes_s: tuple[float, float]) -> float:
     """Estimates the seconds that data-parallel traffic adds to a step of a model with experts, at the best
     bucket size.
 
@@ -121,7 +119,7 @@ def _exposed_with_experts(
     """
     # Between a micro-batch's passes through two consecutive model chunks, other micro-batches pass.
     turns = (layout.vpp - 1) * layout.pp + 1
-    travel_s, units = _link_use_s(config, layout), units_taken(config, layout)
+    travel_s, units = _link_use_s(setup, layout), units_taken(setup, layout)
 
     def added_s(seconds: float, latency_s: float, pass_s: float, buckets: float, stages: int) -> float:
         """Returns the seconds that `seconds` of traffic add to a step. The traffic slows one micro-batch down
@@ -137,28 +135,28 @@ def _exposed_with_experts(
     def exposed_s(limit: int) -> float:
         buckets = layout.vpp * max(1.0, traffic.elements / layout.vpp / limit)
         reduction_s = added_s(traffic.reduced_s, traffic.reduce_latency_s, passes_s[1], buckets, 1)
-        if not config.parallel.overlap_param_gather:
+        if not setup.parallel.overlap_param_gather:
             return reduction_s + traffic.gathered_s
         return reduction_s + added_s(traffic.gathered_s, traffic.gather_latency_s, passes_s[0], buckets, layout.pp)
 
-    return min(map(exposed_s, _bucket_sizes(config, layout)))
+    return min(map(exposed_s, _bucket_sizes(setup, layout)))
 
 
-def _bucket_sizes(config: RunConfig, layout: Layout) -> tuple[int, ...]:
+def _bucket_sizes(setup: Setup, layout: Layout) -> tuple[int, ...]:
     """Returns the bucket sizes to try, in elements."""
-    default = bucket_elements(config, layout) or 1
-    chooses_size = config.parallel.bucket_elements is None and config.cluster.device == "cuda"
-    return bucket_limits(default) if chooses_size and config.execution is Execution.PLANNED else (default,)
+    default = bucket_elements(setup, layout) or 1
+    chooses_size = setup.parallel.bucket_elements is None and setup.cluster.device == "cuda"
+    return bucket_limits(default) if chooses_size and setup.execution is Execution.PLANNED else (default,)
 
 
-def _link_use_s(config: RunConfig, layout: Layout) -> float:
+def _link_use_s(setup: Setup, layout: Layout) -> float:
     """Returns the seconds for which a micro-batch's pass through a model chunk uses the link of data-parallel
     traffic, as the mean over the first stage's model chunks, including the transfer to the next stage."""
-    link = Groups.of(layout, config.cluster).experts.link
-    transfers = [(1.0, hop(config, layout))]
+    link = Groups.of(layout, setup.cluster).experts.link
+    transfers = [(1.0, hop(setup, layout))]
     if layout.ep > 1:
-        layers = stage_layers(config.model.num_layers, layout, 0) / layout.vpp
-        transfers.append((2 * layers, dispatch(config, layout)))
+        layers = stage_layers(setup.model.num_layers, layout, 0) / layout.vpp
+        transfers.append((2 * layers, dispatch(setup, layout)))
     return sum(count * transfer.link_s for count, transfer in transfers if transfer.link == link)
 
 
@@ -179,13 +177,13 @@ class _Traffic(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _traffic(config: RunConfig, layout: Layout) -> _Traffic:
-    cluster, execution = config.cluster, config.execution
+def _traffic(setup: Setup, layout: Layout) -> _Traffic:
+    cluster, execution = setup.cluster, setup.execution
     links, groups = Links(cluster=cluster), Groups.of(layout, cluster)
-    weights = stage_weights(config, layout, 0)
-    weight_bytes, gradient_bytes = config.train.weight_bytes, config.train.gradient_bytes
-    embedding = config.model.vocab_size * config.model.hidden_size // layout.tp
-    reducing, gathering = step_factor(config, "grad_reduce"), step_factor(config, "param_gather")
+    weights = stage_weights(setup, layout, 0)
+    weight_bytes, gradient_bytes = setup.train.weight_bytes, setup.train.gradient_bytes
+    embedding = setup.model.vocab_size * setup.model.hidden_size // layout.tp
+    reducing, gathering = step_factor(setup, "grad_reduce"), step_factor(setup, "param_gather")
     reduce = links.all_reduce if execution.everywhere else links.reduce_scatter
     all_elements = weights.matrices + weights.others
     parts = (all_elements - weights.experts, groups.data), (weights.experts, groups.experts)
@@ -207,17 +205,17 @@ def _traffic(config: RunConfig, layout: Layout) -> _Traffic:
     )
 
 
-def _updates_s(config: RunConfig, layout: Layout) -> float:
+def _updates_s(setup: Setup, layout: Layout) -> float:
     """Estimates the seconds of matrix updates on the busiest rank of the stage with the most layers."""
-    execution = config.execution
+    execution = setup.execution
     if execution is Execution.ADAMW:
         return 0.0
-    layers, ranks = most_layers(config.model.num_layers, layout), layout.world_size // layout.tp
+    layers, ranks = most_layers(setup.model.num_layers, layout), layout.world_size // layout.tp
     one_stage = replace(layout.bare, pp=1, vpp=1, dp=ranks, global_batch_size=ranks)
     if execution is Execution.PLANNED:
-        layer_s, matrices_s = _planned_layer(config, one_stage)
+        layer_s, matrices_s = _planned_layer(setup, one_stage)
         return max(layers * layer_s / layout.cells, _packing_bound_s(matrices_s, layers, layout.cells))
-    dense_s, experts_s = _unplanned_layer(config, one_stage)
+    dense_s, experts_s = _unplanned_layer(setup, one_stage)
     if execution is Execution.LAYERWISE:
         return layers * (dense_s / layout.owners + experts_s / layout.cells)
     return layers * (dense_s + experts_s / layout.ep)
@@ -229,34 +227,34 @@ def _packing_bound_s(costs: tuple[float, ...], layers: int, cells: int) -> float
 
 
 @lru_cache(maxsize=64)
-def _unplanned_layer(config: RunConfig, layout: Layout) -> tuple[float, float]:
+def _unplanned_layer(setup: Setup, layout: Layout) -> tuple[float, float]:
     """Returns the mean seconds in which one TP rank receives and updates all matrices of a layer that every rank
     stores; and those in which it updates all experts of the layer, 0 unless experts are divided among
     ranks."""
-    members = matrices_of(replace(config.model, num_layers=1), layout, splitting_of(config))
-    model = UpdateModel(config, layout, members, (), update_times(config, members))
+    members = matrices_of(replace(setup.model, num_layers=1), layout, splitting_of(setup))
+    model = UpdateModel(setup, layout, members, (), update_times(setup, members))
     dense = [matrix.index for matrix in members if matrix.expert_rank is None]
     experts = [matrix.index for matrix in members if matrix.expert_rank is not None]
     # If each matrix has one home, a layer has too few matrices to keep all homes busy, but a model has not.
     updates = model.unplanned(dense)
     exchange_s = min(update.exchange_s for update in updates)
     dense_s = exchange_s + fmean(update.matrix_update_s for update in updates)
-    factor = step_factor(config, "matrix_update")
+    factor = step_factor(setup, "matrix_update")
     return dense_s, factor * sum(model.unplanned_seconds(index) for index in experts)
 
 
 @lru_cache(maxsize=64)
-def _planned_layer(config: RunConfig, layout: Layout) -> tuple[float, tuple[float, ...]]:
+def _planned_layer(setup: Setup, layout: Layout) -> tuple[float, tuple[float, ...]]:
     """Returns the seconds of one layer's updates under a plan, including the packing of hosted matrices,
     added up over the ranks of a TP group; and the seconds of each matrix, on its host or on one rank that
     shares it."""
-    members = matrices_of(replace(config.model, num_layers=1), layout, splitting_of(config))
-    factor = step_factor(config, "matrix_update")
-    packing_s = HostedPipeline.of(config, layout).packing_s if layout.tp > 1 else 0.0
-    possible = shared_costs(config, algorithm_of(config), layout, members)
+    members = matrices_of(replace(setup.model, num_layers=1), layout, splitting_of(setup))
+    factor = step_factor(setup, "matrix_update")
+    packing_s = HostedPipeline.of(setup, layout).packing_s if layout.tp > 1 else 0.0
+    possible = shared_costs(setup, algorithm_of(setup), layout, members)
     layer_s = 0.0
     matrices_s: list[float] = []
-    for matrix, cost in zip(members, update_costs(config, members), strict=True):
+    for matrix, cost in zip(members, update_costs(setup, members), strict=True):
         parts = [factor * possible[matrix.index].each] if matrix.index in possible else []
         packed_s = packing_s if matrix.expert_rank is None else 0.0
         layer_s += min([factor * cost + matrix.elements * packed_s, *(layout.tp * part for part in parts)])

@@ -12,7 +12,7 @@ from canzona_cli.core.model.matrices import matrix_shapes
 from canzona_cli.core.model.shapes import ModelShapes
 from canzona_cli.core.planner.make import make_plan
 from canzona_cli.core.planner.plan import Plan
-from canzona_cli.core.setup import Execution, FastPath, Layout, MomentumConfig, RunConfig
+from canzona_cli.core.setup import Execution, FastPath, Layout, MomentumConfig, Setup
 from canzona_cli.core.simulate.predict import simulate_run, with_cores
 
 
@@ -36,7 +36,7 @@ class FastPaths:
     """The step with them; None if it was not simulated, or would not fit in memory."""
 
 
-def fast_paths(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None, *, simulated: bool) -> FastPaths:
+def fast_paths(setup: Setup, layout: Layout, shapes: ModelShapes | None = None, *, simulated: bool) -> FastPaths:
     """Lists the fast paths that a resolved run could choose if they were verified.
 
     Args:
@@ -44,15 +44,15 @@ def fast_paths(config: RunConfig, layout: Layout, shapes: ModelShapes | None = N
         simulated: True to plan and simulate the step with them, in the same layout. That takes as long as planning the
             run; otherwise the list takes no noticeable time.
     """
-    off = tuple(_off(config, layout))
-    return FastPaths(off=off, once_verified=_once_verified(config, layout, shapes, off) if off and simulated else None)
+    off = tuple(_off(setup, layout))
+    return FastPaths(off=off, once_verified=_once_verified(setup, layout, shapes, off) if off and simulated else None)
 
 
-def _off(config: RunConfig, layout: Layout) -> Iterator[FastPath]:
-    optimizer, cluster = config.optimizer, config.cluster
-    if not isinstance(optimizer, MomentumConfig) or not config.execution.ours:
+def _off(setup: Setup, layout: Layout) -> Iterator[FastPath]:
+    optimizer, cluster = setup.optimizer, setup.cluster
+    if not isinstance(optimizer, MomentumConfig) or not setup.execution.ours:
         return
-    verified = _with_all(config)
+    verified = _with_all(setup)
     algorithm = algorithm_of(verified)
     if algorithm.form == "auto" and not cluster.may_choose("gram"):
         yield "gram"
@@ -60,17 +60,17 @@ def _off(config: RunConfig, layout: Layout) -> Iterator[FastPath]:
         yield "graphs"
     if algorithm.form != "standard" and not cluster.may_choose("fused"):
         yield "fused"
-    shares = config.execution is Execution.PLANNED and why_hosted(verified, algorithm, layout) is None
-    if config.engine.mode == "auto" and shares and not cluster.may_choose("shared"):
+    shares = setup.execution is Execution.PLANNED and why_hosted(verified, algorithm, layout) is None
+    if setup.engine.mode == "auto" and shares and not cluster.may_choose("shared"):
         yield "shared"
 
 
 def _once_verified(
-    config: RunConfig, layout: Layout, shapes: ModelShapes | None, off: Sequence[FastPath]
+    setup: Setup, layout: Layout, shapes: ModelShapes | None, off: Sequence[FastPath]
 ) -> OnceVerified | None:
-    verified = _with_all(config)
+    verified = _with_all(setup)
     try:
-        plan = make_plan(verified, layout, shapes) if config.execution is Execution.PLANNED else None
+        plan = make_plan(verified, layout, shapes) if setup.execution is Execution.PLANNED else None
     except DoesNotFit:
         return None
     result = simulate_run(with_cores(verified), layout, plan)
@@ -82,21 +82,21 @@ def _once_verified(
     )
 
 
-def _with_all(config: RunConfig) -> RunConfig:
+def _with_all(setup: Setup) -> Setup:
     """Returns the run on GPUs that have verified all fast paths."""
-    return replace(config, cluster=replace(config.cluster, verified=get_args(FastPath)))
+    return replace(setup, cluster=replace(setup.cluster, verified=get_args(FastPath)))
 
 
-def _chosen(config: RunConfig, plan: Plan | None) -> Iterator[FastPath]:
+def _chosen(setup: Setup, plan: Plan | None) -> Iterator[FastPath]:
     """Yields the fast paths that a run uses."""
-    algorithm = algorithm_of(config)
-    shapes = set(matrix_shapes(config)) if plan is None else {matrix.shape for matrix in plan.matrices}
-    in_gram_form = [shape for shape in shapes if form_of(algorithm, *shape, config.cluster) == "gram"]
+    algorithm = algorithm_of(setup)
+    shapes = set(matrix_shapes(setup)) if plan is None else {matrix.shape for matrix in plan.matrices}
+    in_gram_form = [shape for shape in shapes if form_of(algorithm, *shape, setup.cluster) == "gram"]
     if in_gram_form:
         yield "gram"
     if algorithm.graph:
         yield "graphs"
-    if any(stack_of(algorithm, *shape, config.cluster) == 1 for shape in in_gram_form):
+    if any(stack_of(algorithm, *shape, setup.cluster) == 1 for shape in in_gram_form):
         yield "fused"
     if plan is not None and plan.assignment.shared_costs:
         yield "shared"

@@ -7,10 +7,10 @@ from dataclasses import replace
 from itertools import groupby, product
 from operator import attrgetter
 
-from canzona_cli.config.settings import problem_with, with_own_values
 from canzona_cli.core.errors import ConfigError, Problem, refuse
-from canzona_cli.core.setup import Layout, Recompute, RunConfig
+from canzona_cli.core.setup import Layout, Recompute, Setup
 from canzona_cli.core.setup.layout_rules import divisors, layout_problems, may_have_whole_experts, possible_tp
+from canzona_cli.core.setup.problems import problem_with, with_own_values
 from canzona_cli.core.setup.stages import possible_pp, possible_vpp
 
 BATCH_TOLERANCE = 0.125
@@ -20,64 +20,64 @@ MICRO_BATCHES = (8, 4, 2, 1)
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
-def possible_layouts(config: RunConfig) -> list[Layout]:
+def possible_layouts(setup: Setup) -> list[Layout]:
     """Lists every layout that keeps the user's settings, even if it does not fit in memory. There is at
     least one.
 
     Raises:
         ConfigError: the settings are impossible.
     """
-    refuse(with_own_values(config, layout_problems(config)))
-    layouts = list(_layouts(config))
+    refuse(with_own_values(setup, layout_problems(setup)))
+    layouts = list(_layouts(setup))
     if not layouts:
-        raise ConfigError(_no_batch(config))
+        raise ConfigError(_no_batch(setup))
     return layouts
 
 
-def layout_groups(config: RunConfig) -> list[list[Layout]]:
+def layout_groups(setup: Setup) -> list[list[Layout]]:
     """Returns the layouts that are compared. Layouts that differ only in recomputation are in one group, in
     order of increasing recomputation.
 
     Raises:
         ConfigError: the settings are impossible.
     """
-    refuse(with_own_values(config, layout_problems(config)))
-    layouts = _layouts(config, needless_cp=False)
+    refuse(with_own_values(setup, layout_problems(setup)))
+    layouts = _layouts(setup, needless_cp=False)
     alike = groupby(layouts, attrgetter("tp", "pp", "vpp", "cp", "ep", "micro_batch_size"))
     groups = [list(group) for _, group in alike]
     if not groups:
-        raise ConfigError(_no_batch(config))
+        raise ConfigError(_no_batch(setup))
     return groups
 
 
-def fill(config: RunConfig, layout: Layout) -> RunConfig:
-    """Returns `config` with the layout filled in and the schedule and the number of nodes completed."""
+def fill(setup: Setup, layout: Layout) -> Setup:
+    """Returns `setup` with the layout filled in and the schedule and the number of nodes completed."""
     mesh = {name: getattr(layout, name) for name in ("tp", "pp", "vpp", "cp", "ep", "sequence_parallel")}
     batch = {name: getattr(layout, name) for name in ("micro_batch_size", "global_batch_size", "recompute")}
     return replace(
-        config,
-        parallel=replace(config.parallel, **mesh),
-        train=replace(config.train, **batch),
-        schedule=config.schedule.complete(config.train.steps),
-        cluster=replace(config.cluster, nodes=config.cluster.nodes or -(-config.gpus // config.cluster.gpus_per_node)),
+        setup,
+        parallel=replace(setup.parallel, **mesh),
+        train=replace(setup.train, **batch),
+        schedule=setup.schedule.complete(setup.train.steps),
+        cluster=replace(setup.cluster, nodes=setup.cluster.nodes or -(-setup.gpus // setup.cluster.gpus_per_node)),
     )
 
 
-def is_possible(config: RunConfig, layout: Layout) -> bool:
+def is_possible(setup: Setup, layout: Layout) -> bool:
     """Returns True if the layout keeps the user's settings and divides the batch."""
-    filled = fill(config, layout)
-    given, chosen = config.parallel, filled.parallel
+    filled = fill(setup, layout)
+    given, chosen = setup.parallel, filled.parallel
     mesh = {name: getattr(given, name) or getattr(chosen, name) for name in ("tp", "pp", "vpp", "cp", "ep")}
     train = replace(
-        config.train,
-        micro_batch_size=config.train.micro_batch_size or layout.micro_batch_size,
-        recompute=config.train.recompute or layout.recompute,
+        setup.train,
+        micro_batch_size=setup.train.micro_batch_size or layout.micro_batch_size,
+        recompute=setup.train.recompute or layout.recompute,
     )
-    narrowed = replace(config, parallel=replace(given, **mesh), train=train)
+    narrowed = replace(setup, parallel=replace(given, **mesh), train=train)
     return layout in _layouts(narrowed)
 
 
-def _layouts(config: RunConfig, *, needless_cp: bool = True) -> Iterator[Layout]:
+def _layouts(setup: Setup, *, needless_cp: bool = True) -> Iterator[Layout]:
     """Yields every layout that keeps the user's settings and divides the batch.
 
     Args:
@@ -85,22 +85,22 @@ def _layouts(config: RunConfig, *, needless_cp: bool = True) -> Iterator[Layout]
             factor they have the same tokens, messages, owners and memory, and fewer slices to send, so they
             are never slower. Layouts in which the user set either size are always included.
     """
-    parallel, train = config.parallel, config.train
+    parallel, train = setup.parallel, setup.train
     both_open = train.micro_batch_size is None and parallel.cp is None
     micro_batches = MICRO_BATCHES if train.micro_batch_size is None else (train.micro_batch_size,)
     recomputes = RECOMPUTE if train.recompute is None else (train.recompute,)
-    for tp, pp, vpp, cp, dp in _meshes(config):
+    for tp, pp, vpp, cp, dp in _meshes(setup):
         sequence_parallel = parallel.sequence_parallel
         if sequence_parallel is None:
-            supported = config.cluster.fused_layers or config.model.num_experts > 0
+            supported = setup.cluster.fused_layers or setup.model.num_experts > 0
             sequence_parallel = tp > 1 and supported and train.seq_length % (tp * cp) == 0
         # Tensor parallelism cuts experts that are not divided among ranks.
-        tp_divides_experts = config.model.ffn_hidden_size % tp == 0
-        eps = [ep for ep in expert_parallel_sizes(config, tp * cp * dp) if ep > 1 or tp_divides_experts]
+        tp_divides_experts = setup.model.ffn_hidden_size % tp == 0
+        eps = [ep for ep in expert_parallel_sizes(setup, tp * cp * dp) if ep > 1 or tp_divides_experts]
         for micro in micro_batches:
             if both_open and not needless_cp and math.gcd(micro, cp) > 1:
                 continue
-            batch = _global_batch(config, _batch_multiple(pp, vpp, dp, micro))
+            batch = _global_batch(setup, _batch_multiple(pp, vpp, dp, micro))
             if batch is None:
                 continue
             for ep, recompute in product(eps, recomputes):
@@ -119,17 +119,17 @@ def _layouts(config: RunConfig, *, needless_cp: bool = True) -> Iterator[Layout]
                 )
 
 
-def expert_parallel_sizes(config: RunConfig, cells: int) -> tuple[int, ...]:
+def expert_parallel_sizes(setup: Setup, cells: int) -> tuple[int, ...]:
     """Returns the possible expert-parallel sizes of a stage with `cells` ranks.
 
     Unless the user sets `parallel.ep`, experts are divided only among GPUs. CPU ranks share their cores, so moving
     experts to other ranks would not make them faster.
     """
-    if config.parallel.ep is not None:
-        return (config.parallel.ep,)
-    if not config.model.num_experts or config.cluster.device == "cpu":
+    if setup.parallel.ep is not None:
+        return (setup.parallel.ep,)
+    if not setup.model.num_experts or setup.cluster.device == "cpu":
         return (1,)
-    return tuple(ep for ep in divisors(config.model.num_experts) if cells % ep == 0)
+    return tuple(ep for ep in divisors(setup.model.num_experts) if cells % ep == 0)
 
 
 def _batch_multiple(pp: int, vpp: int, dp: int, micro: int) -> int:
@@ -140,39 +140,39 @@ def _batch_multiple(pp: int, vpp: int, dp: int, micro: int) -> int:
     return dp * micro * (pp if vpp > 1 else 1)
 
 
-def _meshes(config: RunConfig) -> Iterator[tuple[int, int, int, int, int]]:
+def _meshes(setup: Setup) -> Iterator[tuple[int, int, int, int, int]]:
     """Yields every possible (tp, pp, vpp, cp, dp) for the number of GPUs.
 
     Context parallelism may span nodes. tp exceeds the GPUs of a node only if the user sets it: its collectives
     are between any two products, and nothing hides them.
     """
-    parallel, model, sequence = config.parallel, config.model, config.train.seq_length
-    per_node = min(config.cluster.gpus_per_node, config.gpus)
+    parallel, model, sequence = setup.parallel, setup.model, setup.train.seq_length
+    per_node = min(setup.cluster.gpus_per_node, setup.gpus)
     cuts_sequence = parallel.sequence_parallel or model.num_experts > 0
-    possible = possible_tp(model, whole_experts=may_have_whole_experts(config))
+    possible = possible_tp(model, whole_experts=may_have_whole_experts(setup))
     tps = tuple(tp for tp in possible if tp <= per_node) if parallel.tp is None else (parallel.tp,)
     pps = possible_pp(model.num_layers) if parallel.pp is None else (parallel.pp,)
     for tp in tps:
         cps: tuple[int, ...] = (parallel.cp or 1,)
         if parallel.cp is None:
             # A rank has two slices of each sequence, so 2 * cp has to divide its length.
-            cps = tuple(cp for cp in divisors(config.gpus) if cp == 1 or sequence % (2 * cp) == 0)
+            cps = tuple(cp for cp in divisors(setup.gpus) if cp == 1 or sequence % (2 * cp) == 0)
         for cp in cps:
             if parallel.sequence_parallel and tp == 1:
                 continue
             if cuts_sequence and tp > 1 and sequence % (tp * cp):
                 continue
             for pp in pps:
-                if config.gpus % (tp * pp * cp) == 0 and config.gpus // pp % (parallel.ep or 1) == 0:
+                if setup.gpus % (tp * pp * cp) == 0 and setup.gpus // pp % (parallel.ep or 1) == 0:
                     for vpp in possible_vpp(model.num_layers, pp):
                         if parallel.vpp in (None, vpp):
-                            yield tp, pp, vpp, cp, config.gpus // (tp * pp * cp)
+                            yield tp, pp, vpp, cp, setup.gpus // (tp * pp * cp)
 
 
-def _global_batch(config: RunConfig, step: int) -> int | None:
+def _global_batch(setup: Setup, step: int) -> int | None:
     """Returns the number of sequences in an optimizer step, which is a multiple of `step`; None if no
     multiple matches the settings."""
-    train = config.train
+    train = setup.train
     if train.global_batch_size is not None:
         return train.global_batch_size if train.global_batch_size % step == 0 else None
     target = train.batch_tokens / train.seq_length
@@ -180,24 +180,24 @@ def _global_batch(config: RunConfig, step: int) -> int | None:
     return batch if abs(batch - target) <= BATCH_TOLERANCE * target else None
 
 
-def _no_batch(config: RunConfig) -> Problem:
+def _no_batch(setup: Setup) -> Problem:
     """Describes why a run has no possible layout: no parallel sizes divide the number of GPUs, or no layout
     divides the batch. All other problems have been reported earlier (`layout_problems`)."""
-    train = config.train
+    train = setup.train
     micro = train.micro_batch_size or 1
-    steps = sorted({_batch_multiple(pp, vpp, dp, micro) for _, pp, vpp, _, dp in _meshes(config)})
+    steps = sorted({_batch_multiple(pp, vpp, dp, micro) for _, pp, vpp, _, dp in _meshes(setup)})
     if not steps:
         reason = "no combination of parallel sizes that the model and the other settings allow divides this number"
-        return problem_with(config, "gpus", reason, "leave parallel.* null, or use another number of GPUs")
+        return problem_with(setup, "gpus", reason, "leave parallel.* null, or use another number of GPUs")
     if train.global_batch_size is not None:
         above = min(-(-train.global_batch_size // step) * step for step in steps)
-        reason = f"is not a multiple of dp * micro-batch for any layout on {config.gpus} GPUs (smallest: {steps[0]})"
-        return problem_with(config, "train.global_batch_size", reason, f"use {above}, or fewer GPUs")
+        reason = f"is not a multiple of dp * micro-batch for any layout on {setup.gpus} GPUs (smallest: {steps[0]})"
+        return problem_with(setup, "train.global_batch_size", reason, f"use {above}, or fewer GPUs")
     target = train.batch_tokens / train.seq_length
     nearest = min((max(1, round(target / step)) * step for step in steps), key=lambda batch: abs(batch - target))
     reason = (
-        f"is {target:g} sequences of {train.seq_length} tokens, and {config.gpus} GPUs cannot "
+        f"is {target:g} sequences of {train.seq_length} tokens, and {setup.gpus} GPUs cannot "
         f"divide any batch within {BATCH_TOLERANCE:.1%} of this number (nearest: {nearest})"
     )
     fix = f"use train.batch_tokens={nearest * train.seq_length}, train.global_batch_size={nearest}, or fewer GPUs"
-    return problem_with(config, "train.batch_tokens", reason, fix)
+    return problem_with(setup, "train.batch_tokens", reason, fix)

@@ -7,104 +7,100 @@ from functools import lru_cache
 from typing import Final
 
 from canzona_cli.core.costs.buffers import bucket_elements
-from canzona_cli.core.costs.memory import checkpoint_bytes
 from canzona_cli.core.costs.model import stage_time
 from canzona_cli.core.costs.padding import PaddedBucket, lay_out
 from canzona_cli.core.costs.update import rounded, update_times
 from canzona_cli.core.host import cores
-from canzona_cli.core.model.families import flops_per_token
 from canzona_cli.core.model.matrices import Matrix
 from canzona_cli.core.model.matrices import matrices as matrices_of
 from canzona_cli.core.planner.buckets import even_bucket, pool_parameters, pools
 from canzona_cli.core.planner.memory import memory_of
 from canzona_cli.core.planner.plan import Assignment, Bucket, Cell, Plan, PlanKey
-from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.core.setup import Layout, Setup
 from canzona_cli.core.setup.execution import AnyStrategy, splitting_of, strategy_of, with_strategy
+from canzona_cli.core.simulate.prediction import Prediction
 from canzona_cli.core.simulate.step import StrategyResult, simulate
 from canzona_cli.core.simulate.update import Workload
-from canzona_cli.records.breakdown import Prediction
 
 
-def predict(config: RunConfig, layout: Layout, plan: Plan | None) -> Prediction:
+def predict(setup: Setup, layout: Layout, plan: Plan | None) -> Prediction:
     """Predicts the step of a resolved run on its cluster profile.
 
     Args:
         plan: the run's plan for strategies canzona, paper and asc; None for other strategies.
     """
-    config = with_cores(config)
-    result = simulate_run(config, layout, plan)
+    setup = with_cores(setup)
+    result = simulate_run(setup, layout, plan)
     return Prediction(
         strategy=result.strategy,
-        profile=config.cluster.name,
-        calibrated=config.cluster.calibrated,
+        profile=setup.cluster.name,
+        calibrated=setup.cluster.calibrated,
         iteration_s=result.iteration_s,
         optimizer_s=result.optimizer_s,
         phases=dict(result.mean_phases),
-        cores=config.cluster.cores if config.cluster.device == "cpu" else None,
+        cores=setup.cluster.cores if setup.cluster.device == "cpu" else None,
         load_balance=result.update_balance,
-        memory_bytes=memory_of(config, layout, plan).total,
+        memory_bytes=memory_of(setup, layout, plan).total,
         events=result.events,
     )
 
 
-def simulate_run(config: RunConfig, layout: Layout, plan: Plan | None) -> StrategyResult:
+def simulate_run(setup: Setup, layout: Layout, plan: Plan | None) -> StrategyResult:
     """Simulates one iteration of a resolved run, with a plan or without (see `predict`)."""
     if plan is not None:
-        return simulate_plan(config, layout, plan)
-    strategy = strategy_of(config)
+        return simulate_plan(setup, layout, plan)
+    strategy = strategy_of(setup)
     if strategy == "adamw":
-        return simulate_strategy(config, layout, strategy, ())
-    return simulate_strategy(config, layout, strategy, matrices_of(config.model, layout, splitting_of(config)))
+        return simulate_strategy(setup, layout, strategy, ())
+    return simulate_strategy(setup, layout, strategy, matrices_of(setup.model, layout, splitting_of(setup)))
 
 
-def simulate_plan(config: RunConfig, layout: Layout, plan: Plan) -> StrategyResult:
+def simulate_plan(setup: Setup, layout: Layout, plan: Plan) -> StrategyResult:
     """Simulates one iteration under a plan.
 
     The last 8 results are cached, because the search for a layout has already simulated the plan of the chosen
     layout.
     """
-    return _simulate_plan(config, layout, PlanKey(plan))
+    return _simulate_plan(setup, layout, PlanKey(plan))
 
 
 @lru_cache(maxsize=8)
-def _simulate_plan(config: RunConfig, layout: Layout, key: PlanKey) -> StrategyResult:
+def _simulate_plan(setup: Setup, layout: Layout, key: PlanKey) -> StrategyResult:
     plan = key.plan
     workload = Workload(
         strategy=plan.subject.settings.strategy,
         matrices=plan.matrices,
         costs=plan.costs,
-        times=update_times(with_strategy(config, plan.subject.settings.strategy), plan.matrices),
+        times=update_times(with_strategy(setup, plan.subject.settings.strategy), plan.matrices),
         assignment=plan.assignment,
         buckets=plan.buckets,
         groups=plan.groups,
     )
-    return simulate(config, layout, workload)
+    return simulate(setup, layout, workload)
 
 
 def simulate_strategy(
-    config: RunConfig, layout: Layout, strategy: AnyStrategy, matrices: Sequence[Matrix]
+    setup: Setup, layout: Layout, strategy: AnyStrategy, matrices: Sequence[Matrix]
 ) -> StrategyResult:
     """Simulates one iteration of a strategy without a plan: layerwise, sc or adamw.
 
     Args:
         matrices: the matrices that the strategy updates; ignored for adamw.
     """
-    return simulate(config, layout, workload_without_plan(config, layout, strategy, matrices))
+    return simulate(setup, layout, workload_without_plan(setup, layout, strategy, matrices))
 
 
-def workload_without_plan(
-    config: RunConfig, layout: Layout, strategy: AnyStrategy, matrices: Sequence[Matrix]
-) -> Workload:
+def workload_without_plan(setup: Setup, layout: Layout, strategy: AnyStrategy, matrices: Sequence[Matrix]) -> Workload:
     """Returns the work of a strategy without a plan: layerwise, sc or adamw."""
     if strategy == "adamw":
         return Workload(strategy=strategy)
-    configured = with_strategy(config, strategy)
+    configured = with_strategy(setup, strategy)
     times = update_times(configured, matrices)
     costs = tuple(rounded(time.alone_s) for time in times)
     workload = Workload(strategy=strategy, matrices=matrices, costs=costs, times=times)
     if strategy != "layerwise":
         return workload
-    assignment, buckets = assign_layerwise(matrices, layout, bucket_elements(config, layout))
+    assignment, buckets = assign_layerwise(matrices, layout, bucket_elements(setup, layout))
     return replace(workload, assignment=assignment, buckets=buckets)
 
 
@@ -144,55 +140,15 @@ def assign_layerwise(
     return Assignment(cells=tuple(cells)), tuple(buckets)
 
 
-def with_cores(config: RunConfig) -> RunConfig:
-    """Returns `config` with this machine's number of cores if its CPU profile does not have one.
+def with_cores(setup: Setup) -> Setup:
+    """Returns `setup` with this machine's number of cores if its CPU profile does not have one.
 
     Only predictions use the result; plans and layouts do not depend on the cores of this machine.
     """
-    cluster = config.cluster
+    cluster = setup.cluster
     if cluster.device != "cpu" or cluster.cores is not None:
-        return config
-    return replace(config, cluster=replace(cluster, cores=cores()))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outlook:
-    """The expected throughput, duration and checkpoint sizes of a run that is never interrupted."""
-
-    tokens_per_s: float
-    tokens_per_s_per_gpu: float
-    mfu: float
-    """The model FLOP utilisation, relative to the profile's bf16 peak, as runs measure it."""
-    training_s: float
-    """The seconds of all steps, excluding start-up, saves and validation."""
-    gpu_hours: float
-    """The hours of training, added up over all GPUs."""
-    checkpoint_bytes: int
-    """The bytes of one checkpoint."""
-    checkpoints_kept: int
-    """The largest possible number of checkpoints on disk at the end of the run."""
-    host_bytes: int
-    """The mean host memory per node, in bytes, that holds the ranks' copies of state for saves, from the first
-    save on."""
-
-
-def outlook(config: RunConfig, layout: Layout, iteration_s: float) -> Outlook:
-    """Computes the outlook of a resolved run whose steps take `iteration_s` each."""
-    train, checkpoint = config.train, config.checkpoint
-    tokens_per_s = layout.global_batch_size * train.seq_length / iteration_s
-    per_gpu = tokens_per_s / layout.world_size
-    saved_bytes = checkpoint_bytes(config)
-    machines = config.cluster.nodes or -(-layout.world_size // config.cluster.gpus_per_node)
-    return Outlook(
-        tokens_per_s=tokens_per_s,
-        tokens_per_s_per_gpu=per_gpu,
-        mfu=per_gpu * flops_per_token(config.model, train.seq_length) / (config.cluster.bf16_tflops * 1e12),
-        training_s=train.steps * iteration_s,
-        gpu_hours=layout.world_size * train.steps * iteration_s / 3600,
-        checkpoint_bytes=saved_bytes,
-        checkpoints_kept=checkpoint.keep + (train.steps // checkpoint.keep_every if checkpoint.keep_every else 0),
-        host_bytes=round(saved_bytes / machines),
-    )
+        return setup
+    return replace(setup, cluster=replace(cluster, cores=cores()))
 
 
 LABELS: Final = {
@@ -236,10 +192,10 @@ class IterationParts:
         return sorted(named, key=lambda part: -part[1])
 
 
-def divide_iteration(config: RunConfig, layout: Layout, result: StrategyResult) -> IterationParts:
+def divide_iteration(setup: Setup, layout: Layout, result: StrategyResult) -> IterationParts:
     """Divides a simulated iteration of the slowest rank into its parts."""
     phases = result.phases
-    stage = stage_time(config, layout, result.slowest_rank // (layout.tp * layout.owners))
+    stage = stage_time(setup, layout, result.slowest_rank // (layout.tp * layout.owners))
     count = layout.num_microbatches
     again_s = count * sum(module.again_s for module in stage.modules)
     tensor_s = count * sum(transfer.seconds for module in stage.modules for transfer in module.moves)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
+from typing import Protocol
 
 from canzona_cli.core.costs.buffers import default_bucket_elements
 from canzona_cli.core.costs.gpus import with_layers_here
@@ -20,7 +21,7 @@ from canzona_cli.core.planner.attempt import bucket_limits
 from canzona_cli.core.planner.make import plan_of_run
 from canzona_cli.core.planner.memory import memory_of
 from canzona_cli.core.planner.plan import Plan
-from canzona_cli.core.setup import Execution, Layout, MuonTpMode, RunConfig
+from canzona_cli.core.setup import Execution, Layout, MuonTpMode, Setup
 from canzona_cli.core.setup.execution import (
     RELEASED_TP_MODES,
     AnyStrategy,
@@ -32,8 +33,6 @@ from canzona_cli.core.simulate.estimate import estimated_step_seconds, least_ste
 from canzona_cli.core.simulate.possible import RECOMPUTE, fill, is_possible, layout_groups, possible_layouts
 from canzona_cli.core.simulate.predict import IterationParts, divide_iteration, simulate_run
 from canzona_cli.core.simulate.step import StrategyResult
-from canzona_cli.launch.remembered import remember, search_file
-from canzona_cli.records.codec import load_if_valid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,16 +47,16 @@ class Candidate:
         return self.memory.fits
 
 
-def candidates(config: RunConfig) -> list[Candidate]:
+def candidates(setup: Setup) -> list[Candidate]:
     """Lists every possible layout of a run with its memory, in no particular order. There is at least one.
 
     Raises:
         ConfigError: the settings are impossible.
     """
-    return [Candidate(layout=layout, memory=estimate(config, layout)) for layout in possible_layouts(config)]
+    return [Candidate(layout=layout, memory=estimate(setup, layout)) for layout in possible_layouts(setup)]
 
 
-def any_fits(config: RunConfig) -> bool:
+def any_fits(setup: Setup) -> bool:
     """Returns True if at least one possible layout fits in memory.
 
     Raises:
@@ -65,9 +64,9 @@ def any_fits(config: RunConfig) -> bool:
     """
     # The smallest micro-batch and full recomputation need the least memory. Layouts that need little come
     # last.
-    train = config.train
+    train = setup.train
     least = replace(train, micro_batch_size=train.micro_batch_size or 1, recompute=train.recompute or "full")
-    return any(estimate(config, layout).fits for layout in reversed(possible_layouts(replace(config, train=least))))
+    return any(estimate(setup, layout).fits for layout in reversed(possible_layouts(replace(setup, train=least))))
 
 
 EQUAL_WITHIN = 1e-5
@@ -124,23 +123,37 @@ class LayoutSearch:
     """The number of layouts that were simulated."""
 
 
-def search(config: RunConfig, count: int = 1) -> LayoutSearch:
+class SearchMemory(Protocol):
+    """A cache of searches. It may lose results, and may have results of other setups."""
+
+    def recall(self, setup: Setup, count: int) -> LayoutSearch | None:
+        """Returns the result of an earlier search for `count` layouts; None if there is none."""
+
+    def keep(self, setup: Setup, count: int, result: LayoutSearch) -> None:
+        """Stores the result of a search."""
+
+
+def search(setup: Setup, count: int = 1, memory: SearchMemory | None = None) -> LayoutSearch:
     """Searches for the `count` layouts with the shortest simulated time per sequence that fit in memory.
-    Results are cached in files.
+    Args:
+        count: the number of layouts to return.
+        memory: where results are looked up first, and stored.
 
     Raises:
         ConfigError: the settings are impossible.
     """
-    config = replace(config, cluster=with_layers_here(config.cluster))
-    file = search_file(config, count)
-    result = load_if_valid(file, LayoutSearch)
-    if result is None or not _still_valid(config, result):
-        result = _search(config, count)
-        remember(file, result)
+    setup = replace(setup, cluster=with_layers_here(setup.cluster))
+    result = None if memory is None else memory.recall(setup, count)
+    if result is None or not _still_valid(setup, result):
+        result = _search(setup, count)
+        if memory is not None:
+            memory.keep(setup, count, result)
     return result
 
 
-def fastest_with(config: RunConfig, strategy: AnyStrategy, planned: Layout) -> LayoutResult | None:
+def fastest_with(
+    setup: Setup, strategy: AnyStrategy, planned: Layout, memory: SearchMemory | None = None
+) -> LayoutResult | None:
     """Returns the fastest layout of the run with another strategy, which needs no plan; None if no layout
     fits in memory.
 
@@ -149,13 +162,13 @@ def fastest_with(config: RunConfig, strategy: AnyStrategy, planned: Layout) -> L
     layout is also simulated with the bucket sizes that are tried for plans, because a user of this strategy
     could set them with `parallel.bucket_elements`.
     """
-    other = with_strategy(config, strategy)
+    other = with_strategy(setup, strategy)
     runs = [with_tp_mode(other, mode) for mode in RELEASED_TP_MODES] if has_tp_modes(other) else [other]
     same_layout = [_simulate(run, planned) for run in runs if estimate(run, planned).fits]
-    searched = [result for run in runs for result in search(run).best]
+    searched = [result for run in runs for result in search(run, memory=memory).best]
     results = [*searched, *(simulated.complete() for simulated in same_layout if simulated)]
     fastest = min(results, key=lambda result: result.per_sequence_s, default=None)
-    if fastest is None or config.cluster.device == "cpu" or config.parallel.bucket_elements is not None:
+    if fastest is None or setup.cluster.device == "cpu" or setup.parallel.bucket_elements is not None:
         return fastest
     # `fastest` already has the first size, the default.
     _, *bucket_sizes = bucket_limits(default_bucket_elements(fastest.layout.owners))
@@ -165,26 +178,26 @@ def fastest_with(config: RunConfig, strategy: AnyStrategy, planned: Layout) -> L
     return min([fastest, *(result.complete() for result in simulated if result)], key=lambda result: result.iteration_s)
 
 
-def _search(config: RunConfig, count: int) -> LayoutSearch:
+def _search(setup: Setup, count: int) -> LayoutSearch:
     """Performs a search without the cache, see `search`."""
-    groups = layout_groups(config)
-    for free_bytes in (headroom(config), 0):
-        fastest = _fastest_within(config, groups, capacity(config) - free_bytes, count)
+    groups = layout_groups(setup)
+    for free_bytes in (headroom(setup), 0):
+        fastest = _fastest_within(setup, groups, capacity(setup) - free_bytes, count)
         if fastest.simulated:
             break
     return fastest
 
 
-def _fastest_within(config: RunConfig, groups: Sequence[Sequence[Layout]], limit: int, count: int) -> LayoutSearch:
+def _fastest_within(setup: Setup, groups: Sequence[Sequence[Layout]], limit: int, count: int) -> LayoutSearch:
     """Searches for the `count` fastest layouts that need at most `limit` bytes, see `_fastest_first`."""
     best: dict[float, _SimulatedLayout] = {}
     without_recomputation_s: dict[Layout, float] = {}
     """The seconds per sequence of simulated layouts, by the same layout without recomputation. A layout with
     more recomputation is never faster, so it can be skipped."""
     simulated = 0
-    simulations = max(count, _simulation_limit(config))
-    margin = MARGIN_WITH_EXPERTS if config.model.num_experts else MARGIN
-    for estimated_s, layout in _fastest_first(config, groups, limit):
+    simulations = max(count, _simulation_limit(setup))
+    margin = MARGIN_WITH_EXPERTS if setup.model.num_experts else MARGIN
+    for estimated_s, layout in _fastest_first(setup, groups, limit):
         slowest_s = max(sorted(best)[:count]) * (1 + EQUAL_WITHIN) if len(best) >= count else math.inf
         if estimated_s > margin * slowest_s or (best and simulated >= simulations):
             break
@@ -192,7 +205,7 @@ def _fastest_within(config: RunConfig, groups: Sequence[Sequence[Layout]], limit
         if without_recomputation_s.get(not_recomputed, 0.0) > slowest_s:
             continue
         simulated += 1
-        result = _simulate(config, layout)
+        result = _simulate(setup, layout)
         if result is not None:
             # Rounded, because equal times may differ by the order of summation.
             seconds = float(f"{result.result.iteration_s / layout.global_batch_size:.5e}")
@@ -202,15 +215,15 @@ def _fastest_within(config: RunConfig, groups: Sequence[Sequence[Layout]], limit
     return LayoutSearch(best=fastest, legal=sum(map(len, groups)), simulated=simulated)
 
 
-def _simulation_limit(config: RunConfig) -> float:
+def _simulation_limit(setup: Setup) -> float:
     """Returns the maximum number of layouts to simulate."""
-    many = config.model.num_layers * len(matrix_shapes(config)) > MANY_MATRICES
-    if many and config.execution is Execution.PLANNED:
+    many = setup.model.num_layers * len(matrix_shapes(setup)) > MANY_MATRICES
+    if many and setup.execution is Execution.PLANNED:
         return MAX_SIMULATIONS_MANY_MATRICES
-    return MAX_SIMULATIONS if many or config.gpus > EXHAUSTIVE_RANKS else math.inf
+    return MAX_SIMULATIONS if many or setup.gpus > EXHAUSTIVE_RANKS else math.inf
 
 
-def _fastest_first(config: RunConfig, groups: Iterable[Sequence[Layout]], limit: int) -> Iterator[tuple[float, Layout]]:
+def _fastest_first(setup: Setup, groups: Iterable[Sequence[Layout]], limit: int) -> Iterator[tuple[float, Layout]]:
     """Yields the layouts that need at most `limit` bytes with their estimated seconds per sequence, fastest
     first.
 
@@ -227,7 +240,7 @@ def _fastest_first(config: RunConfig, groups: Iterable[Sequence[Layout]], limit:
     def add(group: Sequence[Layout], level: int, least_s: float) -> None:
         layout = group[0]
         try:
-            seconds = estimators[level](config, layout)
+            seconds = estimators[level](setup, layout)
         except ConfigError:
             return
         # No estimate moves a layout in front of layouts that have left the queue.
@@ -239,7 +252,7 @@ def _fastest_first(config: RunConfig, groups: Iterable[Sequence[Layout]], limit:
     while queue:
         seconds, level, _, group = heappop(queue)
         if level == 0:
-            fitting = _fitting(config, group, limit)
+            fitting = _fitting(setup, group, limit)
             if fitting:
                 add(fitting, 1 if len(fitting) == len(group) else 0, seconds)
         elif level == -1:
@@ -250,13 +263,13 @@ def _fastest_first(config: RunConfig, groups: Iterable[Sequence[Layout]], limit:
             yield seconds, group[0]
 
 
-def _fitting(config: RunConfig, group: Sequence[Layout], limit: int) -> Sequence[Layout]:
+def _fitting(setup: Setup, group: Sequence[Layout], limit: int) -> Sequence[Layout]:
     """Returns the layouts of a group that need at most `limit` bytes: those with the most recomputation, which
     never needs more memory."""
-    if not needs_at_most(config, group[-1], limit):  # most layouts that do not fit need too much even so
+    if not needs_at_most(setup, group[-1], limit):  # most layouts that do not fit need too much even so
         return ()
     less_recomputed = group[:-1]
-    fitting = (place for place, layout in enumerate(less_recomputed) if needs_at_most(config, layout, limit))
+    fitting = (place for place, layout in enumerate(less_recomputed) if needs_at_most(setup, layout, limit))
     return group[next(fitting, len(less_recomputed)) :]
 
 
@@ -264,7 +277,7 @@ def _fitting(config: RunConfig, group: Sequence[Layout], limit: int) -> Sequence
 class _SimulatedLayout:
     """A layout with its plan and the result of its simulation."""
 
-    run: RunConfig
+    run: Setup
     """The configuration with the layout filled in."""
     layout: Layout
     plan: Plan | None
@@ -285,10 +298,10 @@ class _SimulatedLayout:
         )
 
 
-def _simulate(config: RunConfig, layout: Layout) -> _SimulatedLayout | None:
+def _simulate(setup: Setup, layout: Layout) -> _SimulatedLayout | None:
     """Plans and simulates a layout; returns None if no plan fits in memory, or if the settings are
     refused."""
-    run = fill(config, layout)
+    run = fill(setup, layout)
     try:
         plan = plan_of_run(run, layout)
     except (ConfigError, DoesNotFit):
@@ -302,9 +315,9 @@ def _simplest_first(layout: Layout) -> tuple[int, ...]:
     return layout.pp, layout.vpp, layout.cp, layout.tp, layout.ep, recompute, -layout.micro_batch_size
 
 
-def _still_valid(config: RunConfig, remembered: LayoutSearch) -> bool:
+def _still_valid(setup: Setup, remembered: LayoutSearch) -> bool:
     """Returns True if cached layouts are possible for the run and fit.
 
     A cache file may be from another run or from before a rule changed. Its layout must then not be used.
     """
-    return all(is_possible(config, tried.layout) and estimate(config, tried.layout).fits for tried in remembered.best)
+    return all(is_possible(setup, tried.layout) and estimate(setup, tried.layout).fits for tried in remembered.best)

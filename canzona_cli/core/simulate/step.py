@@ -29,7 +29,7 @@ from canzona_cli.core.phases import IN_STEP, Stream
 from canzona_cli.core.planner.chunks import Chunk, ChunkBuilder, GatheringOrder, seconds_after_reduction
 from canzona_cli.core.planner.plan import Cell, rank_buckets
 from canzona_cli.core.planner.reduction import GATHERED_AHEAD, ReductionModel
-from canzona_cli.core.setup import Execution, KroneckerConfig, Layout, MuonTpMode, RunConfig
+from canzona_cli.core.setup import Execution, KroneckerConfig, Layout, MuonTpMode, Setup
 from canzona_cli.core.setup.execution import (
     AnyStrategy,
     aligns_param_gather,
@@ -38,9 +38,9 @@ from canzona_cli.core.setup.execution import (
     with_tp_mode,
 )
 from canzona_cli.core.simulate.iteration import IterationTimeline, StageWork
+from canzona_cli.core.simulate.prediction import SimulatedEvent
 from canzona_cli.core.simulate.update import Workload
 from canzona_cli.core.simulate.update_phase import CellUpdate, UpdatePhase
-from canzona_cli.records.breakdown import SimulatedEvent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,17 +72,17 @@ class StrategyResult:
         return self.make_events()
 
 
-def simulate(config: RunConfig, layout: Layout, workload: Workload) -> StrategyResult:
+def simulate(setup: Setup, layout: Layout, workload: Workload) -> StrategyResult:
     """Simulates one iteration of the workload's strategy.
 
     Raises:
         ConfigError: the profile makes the iteration faster than its `bf16_tflops` allows.
     """
-    return simulate_tp_modes(config, layout, workload, [config.engine.muon_tp_mode])[0]
+    return simulate_tp_modes(setup, layout, workload, [setup.engine.muon_tp_mode])[0]
 
 
 def simulate_tp_modes(
-    config: RunConfig, layout: Layout, workload: Workload, modes: Sequence[MuonTpMode]
+    setup: Setup, layout: Layout, workload: Workload, modes: Sequence[MuonTpMode]
 ) -> list[StrategyResult]:
     """Simulates one iteration of the workload's strategy with each of several values of `engine.muon_tp_mode`, which
     differ only in the matrix updates. With several modes, the strategy has no plan.
@@ -90,18 +90,18 @@ def simulate_tp_modes(
     Raises:
         ConfigError: see `simulate`.
     """
-    config = with_tp_mode(with_strategy(config, workload.strategy), modes[0])
-    first = _Simulation(config, layout, _average_over_steps(config, workload))
+    setup = with_tp_mode(with_strategy(setup, workload.strategy), modes[0])
+    first = _Simulation(setup, layout, _average_over_steps(setup, workload))
     results = [first.result(), *(first.in_tp_mode(mode).result() for mode in modes[1:])]
     for result in results:
-        _check_utilisation(config, layout, result)
+        _check_utilisation(setup, layout, result)
     return results
 
 
-def _check_utilisation(config: RunConfig, layout: Layout, result: StrategyResult) -> None:
+def _check_utilisation(setup: Setup, layout: Layout, result: StrategyResult) -> None:
     """Refuses a profile that makes the iteration faster than its `bf16_tflops` allows."""
-    tokens = layout.global_batch_size * config.train.seq_length
-    cluster, flops = config.cluster, tokens * flops_per_token(config.model, config.train.seq_length)
+    tokens = layout.global_batch_size * setup.train.seq_length
+    cluster, flops = setup.cluster, tokens * flops_per_token(setup.model, setup.train.seq_length)
     utilisation = flops / (result.iteration_s * layout.world_size * cluster.bf16_tflops * 1e12)
     if utilisation > 1:
         factors = {name: getattr(cluster, name) for name in ("forward_factor", "backward_factor")}
@@ -118,15 +118,15 @@ def _check_utilisation(config: RunConfig, layout: Layout, result: StrategyResult
 class _Simulation:
     """A simulated step of one strategy. The constructor runs it. Times are seconds from the step's start."""
 
-    def __init__(self, config: RunConfig, layout: Layout, workload: Workload) -> None:
-        self._config, self._layout, self._workload = config, layout, workload
-        self._planned = config.execution is Execution.PLANNED
-        cluster, stages = config.cluster, range(layout.pp)
+    def __init__(self, setup: Setup, layout: Layout, workload: Workload) -> None:
+        self._setup, self._layout, self._workload = setup, layout, workload
+        self._planned = setup.execution is Execution.PLANNED
+        cluster, stages = setup.cluster, range(layout.pp)
         machines = Groups.of(layout, cluster).world.machines
         cores = self._cores = None if cluster.cores is None else float(cluster.cores * machines)
         chunks = [self._chunks(stage) for stage in stages]
         orders = [GatheringOrder() for _ in stages]
-        overlap_gather = overlaps_param_gather(config)
+        overlap_gather = overlaps_param_gather(setup)
         overlapped = None
         if self._planned and overlap_gather:
             orders = [self._order(stage, chunks[stage]) for stage in stages]
@@ -136,7 +136,7 @@ class _Simulation:
             ]
         # The updates are simulated first, because they determine how much gathering is left for the forward
         # pass.
-        self._cells, windows_s = UpdatePhase(config, layout, workload, cores=cores).run(overlapped)
+        self._cells, windows_s = UpdatePhase(setup, layout, workload, cores=cores).run(overlapped)
         self._early_s = [0.0] * layout.pp
         """The seconds of gathering that overlaps with updates, by stage."""
         if overlapped is not None:
@@ -148,14 +148,14 @@ class _Simulation:
             layout,
             [self._stage_work(stage, chunks[stage], orders[stage]) for stage in stages],
             Timeline(cores, cluster.crowding),
-            overlap_reduce=config.parallel.overlap_grad_reduce,
+            overlap_reduce=setup.parallel.overlap_grad_reduce,
             overlap_gather=overlap_gather,
             ahead=GATHERED_AHEAD if self._planned else 1,
-            units=units_taken(config, layout),
+            units=units_taken(setup, layout),
         )
         self._before = [self._iteration.phases(stage) for stage in stages]
         """The seconds of each phase up to the reduction of gradients, by stage."""
-        gathers_late = not (overlap_gather or config.execution.everywhere)
+        gathers_late = not (overlap_gather or setup.execution.everywhere)
         self._gather_s = [
             sum(chunk.gather.seconds for chunk in of_stage) if gathers_late else 0.0 for of_stage in chunks
         ]
@@ -169,8 +169,8 @@ class _Simulation:
         """Returns the step with another `engine.muon_tp_mode`; forward, backward and gradients stay the same."""
         assert not self._planned
         other = copy(self)
-        other._config = with_tp_mode(self._config, mode)
-        other._cells, _ = UpdatePhase(other._config, self._layout, self._workload, cores=self._cores).run(None)
+        other._setup = with_tp_mode(self._setup, mode)
+        other._cells, _ = UpdatePhase(other._setup, self._layout, self._workload, cores=self._cores).run(None)
         other._finish()
         return other
 
@@ -178,7 +178,7 @@ class _Simulation:
         """Places norm and clipping between the reduction of gradients and the updates, and computes when each
         cell is done."""
         crowd = self._crowd
-        norm_clip, reduced_s = NormClip(self._config, self._layout), self._iteration.reduced_s
+        norm_clip, reduced_s = NormClip(self._setup, self._layout), self._iteration.reduced_s
         norm_element_s, clip_element_s = crowd * norm_clip.norm_element_s, crowd * norm_clip.clip_element_s
         packed = [(reduced_s[cell.team.stage] + cell.update.packed_s, cell.team.elements) for cell in self._cells]
         normed_s = max(end_s + elements * norm_element_s for end_s, elements in packed) + norm_clip.all_reduce_s
@@ -240,7 +240,7 @@ class _Simulation:
         return self._updated_s[latest] - max(self._iteration.reduced_s) + self._phases[latest]["param_gather"]
 
     def _stage_work(self, stage: int, chunks: Sequence[Chunk], order: GatheringOrder) -> StageWork:
-        config, layout = self._config, self._layout
+        config, layout = self._setup, self._layout
         padding = sum(bucket.padding for bucket in rank_buckets(self._workload.buckets, stage))
         return StageWork(
             time=stage_time(config, layout, stage),
@@ -256,7 +256,7 @@ class _Simulation:
     def _chunks(self, stage: int) -> list[Chunk]:
         """Lists a stage's chunks in the order of Megatron's buffers. The buffer of AdamW's parameters comes
         first, because the model's first parameter, the embedding, is in it."""
-        config, layout, execution = self._config, self._layout, self._config.execution
+        config, layout, execution = self._setup, self._layout, self._setup.execution
         buffers = ChunkBuilder(config, layout, stage, stage_time(config, layout, stage), ReductionModel(config, layout))
         if execution.has_owners:
             chunks = buffers.adamw(planned=self._planned)
@@ -272,7 +272,7 @@ class _Simulation:
     def _order(self, stage: int, chunks: Sequence[Chunk]) -> GatheringOrder:
         """Returns the order in which a stage's chunks are gathered."""
         adamw_count = len(chunks) - len(rank_buckets(self._workload.buckets, stage))
-        return GatheringOrder.of(chunks, adamw_count, stage_time(self._config, self._layout, stage).places)
+        return GatheringOrder.of(chunks, adamw_count, stage_time(self._setup, self._layout, stage).places)
 
     def _rank(self, cell: CellUpdate) -> int:
         """Returns the lowest rank that a cell represents. In rank numbers, tp varies fastest, then cp and dp,
@@ -344,7 +344,7 @@ class Refreshes:
         return max(self.steps_s) - self.mean_s
 
 
-def refreshes(config: RunConfig, matrices: Sequence[Matrix], cells: Sequence[Cell] | None) -> Refreshes:
+def refreshes(setup: Setup, matrices: Sequence[Matrix], cells: Sequence[Cell] | None) -> Refreshes:
     """Adds up the time of updates in each step of a refresh period. All matrices begin the period in the same
     step.
 
@@ -354,9 +354,9 @@ def refreshes(config: RunConfig, matrices: Sequence[Matrix], cells: Sequence[Cel
     by_rank: dict[tuple[int, Cell | None], list[Matrix]] = {}
     for matrix in matrices:
         by_rank.setdefault((matrix.stage, None if cells is None else cells[matrix.index]), []).append(matrix)
-    algorithm = algorithm_of(config)
+    algorithm = algorithm_of(setup)
     shapes = {matrix.shape for matrix in matrices}  # few, even with many thousands of experts
-    steps_of_shape = {shape: _seconds_in_period(algorithm, shape, config) for shape in shapes}
+    steps_of_shape = {shape: _seconds_in_period(algorithm, shape, setup) for shape in shapes}
     seconds_of_ranks = list[list[float]]()
     for matrices_of_rank in by_rank.values():
         in_period = [steps_of_shape[matrix.shape] for matrix in matrices_of_rank]
@@ -367,22 +367,22 @@ def refreshes(config: RunConfig, matrices: Sequence[Matrix], cells: Sequence[Cel
     )
 
 
-def _seconds_in_period(algorithm: Algorithm, shape: Shape, config: RunConfig) -> Sequence[float]:
+def _seconds_in_period(algorithm: Algorithm, shape: Shape, setup: Setup) -> Sequence[float]:
     """Returns the seconds of a matrix's update in each step of a refresh period."""
-    steps = period_seconds(algorithm, *shape, config.cluster)
+    steps = period_seconds(algorithm, *shape, setup.cluster)
     # A matrix whose sides are all longer than max_preconditioner_dim is never refreshed: its steps are equal.
     return steps * algorithm.refresh_period if len(steps) == 1 else steps
 
 
-def _average_over_steps(config: RunConfig, workload: Workload) -> Workload:
+def _average_over_steps(setup: Setup, workload: Workload) -> Workload:
     """Scales the costs of an optimizer with refreshes, because a different rank may be slowest in each step:
     the busiest rank's mean time becomes the mean, over steps, of the slowest rank's time. Other optimizers
     keep their costs.
     """
-    assignment, optimizer = workload.assignment, config.optimizer
+    assignment, optimizer = workload.assignment, setup.optimizer
     if not isinstance(optimizer, KroneckerConfig) or not workload.matrices:
         return workload
-    refreshed = refreshes(config, workload.matrices, None if assignment is None else assignment.cells)
+    refreshed = refreshes(setup, workload.matrices, None if assignment is None else assignment.cells)
     scale = refreshed.mean_s / refreshed.most_s
     costs = [scale * cost for cost in workload.costs]
     return replace(workload, costs=costs, times=[UpdateTime(cost) for cost in costs])

@@ -26,7 +26,7 @@ from canzona_cli.core.costs.update import RULES, UpdateTime, algorithm_of, memor
 from canzona_cli.core.model.matrices import Matrix
 from canzona_cli.core.planner.pipeline import Activity, Clock, HostedPipeline, Pipeline, make_jobs
 from canzona_cli.core.planner.plan import Assignment, Bucket, MicroGroup
-from canzona_cli.core.setup import Execution, Layout, RunConfig
+from canzona_cli.core.setup import Execution, Layout, Setup
 from canzona_cli.core.setup.execution import AnyStrategy, tp_mode_of
 
 Segment = tuple[Literal["compute", "exchange"], str, float, float]
@@ -80,22 +80,22 @@ class UpdateModel:
 
     def __init__(
         self,
-        config: RunConfig,
+        setup: Setup,
         layout: Layout,
         matrices: Sequence[Matrix],
         costs: Sequence[float],
         times: Sequence[UpdateTime] = (),
     ) -> None:
         self._matrices, self._costs, self._tp = matrices, costs, layout.tp
-        self._algorithm, self._cluster, self._mode = algorithm_of(config), config.cluster, tp_mode_of(config, layout.tp)
+        self._algorithm, self._cluster, self._mode = algorithm_of(setup), setup.cluster, tp_mode_of(setup, layout.tp)
         self.unplanned_hosts = layout.tp if self._mode == "layer_sharded" else 1
         """The number of TP ranks whose updates differ if there is no plan."""
         self._times = times or [UpdateTime(cost) for cost in costs]
-        self.pipeline = HostedPipeline.of(config, layout)
-        self._memory_rate = memory_rate(config.cluster)
-        self._updates_whole = config.execution is Execution.REDUNDANT
+        self.pipeline = HostedPipeline.of(setup, layout)
+        self._memory_rate = memory_rate(setup.cluster)
+        self._updates_whole = setup.execution is Execution.REDUNDANT
         """True if every rank does all work on the whole matrix (canzona's sc)."""
-        self._fragment_bytes = RULES[self._algorithm.name].fragment_bytes + config.train.weight_bytes
+        self._fragment_bytes = RULES[self._algorithm.name].fragment_bytes + setup.train.weight_bytes
 
     def hosted(
         self, groups: Sequence[MicroGroup], assignment: Assignment, norm_s: float = 0.0, experts_s: Sequence[float] = ()

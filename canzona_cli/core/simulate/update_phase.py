@@ -15,7 +15,7 @@ from canzona_cli.core.costs.update import adamw_seconds, step_factor
 from canzona_cli.core.model.matrices import Matrix
 from canzona_cli.core.planner.groups import expert_seconds
 from canzona_cli.core.planner.plan import Assignment, Cell, MicroGroup
-from canzona_cli.core.setup import Execution, Layout, RunConfig
+from canzona_cli.core.setup import Execution, Layout, Setup
 from canzona_cli.core.simulate.update import RankUpdate, SharedCores, UpdateModel, Workload, pace_of
 
 
@@ -88,14 +88,14 @@ class UpdatePhase:
         cores: the number of cores that all ranks share; None if each rank has a device.
     """
 
-    def __init__(self, config: RunConfig, layout: Layout, workload: Workload, *, cores: float | None) -> None:
-        self._config, self._layout, self._execution = config, layout, config.execution
+    def __init__(self, setup: Setup, layout: Layout, workload: Workload, *, cores: float | None) -> None:
+        self._setup, self._layout, self._execution = setup, layout, setup.execution
         self._assignment = workload.assignment if self._execution is Execution.PLANNED else None
         """The assignment of a strategy with hosts; None for other strategies."""
         self._workload = workload if self._assignment is None else at_pace(workload, self._assignment)
-        self._model = UpdateModel(config, layout, workload.matrices, self._workload.costs, workload.times)
-        self._cores, self._norm_clip = cores, NormClip(config, layout)
-        self._adamw_factor = step_factor(config, "adamw_update")
+        self._model = UpdateModel(setup, layout, workload.matrices, self._workload.costs, workload.times)
+        self._cores, self._norm_clip = cores, NormClip(setup, layout)
+        self._adamw_factor = step_factor(setup, "adamw_update")
 
     def run(self, gathered: Sequence[Sequence[Transfer]] | None) -> tuple[list[CellUpdate], list[float]]:
         """Simulates the phase; returns all cells, and, by stage, the seconds of gathering that fit into the
@@ -123,7 +123,7 @@ class UpdatePhase:
         return stages
 
     def _teams(self, stage: int) -> list[Team]:
-        layout, weights = self._layout, stage_weights(self._config, self._layout, stage)
+        layout, weights = self._layout, stage_weights(self._setup, self._layout, stage)
         stage_matrices = self._stage_matrices[stage]
         if self._execution.has_owners:
             return list(self._teams_of_owners(stage, stage_matrices, math.ceil(weights.others / layout.owners)))
@@ -191,7 +191,7 @@ class UpdatePhase:
         (`engine.hosted`)."""
         sent = self._assignment is not None and self._layout.tp > 1 and not matrix.replicated
         shared = self._assignment is not None and matrix.index in self._assignment.shared_costs
-        return sent and not shared and self._config.engine.gradient_bytes == FP32
+        return sent and not shared and self._setup.engine.gradient_bytes == FP32
 
     def _merge_alike(self, teams: Iterable[Team]) -> list[Team]:
         """Merges teams of a stage that have the same work into the first of them, which then represents all
@@ -235,7 +235,7 @@ class UpdatePhase:
             All cells; and, for each stage, the seconds of gathering (as on idle cores) that are done before
             the stage's last update ends.
         """
-        timeline = Timeline(self._cores, self._config.cluster.crowding)
+        timeline = Timeline(self._cores, self._setup.cluster.crowding)
         groups = [(team, *self._add_team(timeline, index, team)) for index, team in enumerate(teams)]
         gathers = []
         for stage, transfers in enumerate(gathered or ()):
@@ -287,5 +287,5 @@ class UpdatePhase:
 
     def _adamw_s(self, stage: int) -> float:
         """Returns the seconds of AdamW's update on one rank."""
-        elements = stage_weights(self._config, self._layout, stage).adamw(self._execution, self._layout)
-        return self._adamw_factor * adamw_seconds(elements, self._config.cluster)
+        elements = stage_weights(self._setup, self._layout, stage).adamw(self._execution, self._layout)
+        return self._adamw_factor * adamw_seconds(elements, self._setup.cluster)

@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from canzona_cli.config.compose import load_resolved
+from canzona_cli.config.schema import TrackerName
 from canzona_cli.config.secrets import redact
 from canzona_cli.config.settings import leaves
-from canzona_cli.core.setup import TrackerName
 from canzona_cli.records.codec import JsonLines, load_if_valid, save
 from canzona_cli.records.files import RunFiles, try_append_json_line
 from canzona_cli.records.records import Incident, Level, RunResult, RunStatus, TrackerState

@@ -6,7 +6,8 @@ from pathlib import Path
 from canzona_cli.bench.calibrate.calibrate import Calibration, prepare_run
 from canzona_cli.bench.calibrate.profile import Facts, Measurement, Part, Quantity, Record, profile_of
 from canzona_cli.config.compose import compose_run
-from canzona_cli.core.setup import ClusterConfig, Layout, RunConfig
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.core.setup import ClusterConfig, Layout
 from canzona_cli.launch.outcome import Outcome
 from canzona_cli.records.statistics import Quartiles
 

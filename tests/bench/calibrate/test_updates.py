@@ -32,7 +32,7 @@ def test_every_way_has_the_label_that_plans_look_up(optimizer: str) -> None:
         *("soap/spread", "shampoo/spread"),
     }
     for name, variant in found.items():
-        assert name.removeprefix("megatron/") == label(algorithm_of(variant.config))
+        assert name.removeprefix("megatron/") == label(algorithm_of(variant.config.setup))
 
 
 def test_a_recipes_own_settings_are_measured() -> None:

@@ -135,9 +135,9 @@ def test_no_measurement_of_a_calibration_is_beyond_another_one() -> None:
     config, layout = run("optimizer=adamw")
     for size in (1, 8, 64):
         mesh = replace(layout, micro_batch_size=size, global_batch_size=size * layout.dp)
-        simulate_run(replace(config, cluster=found), mesh, None)
+        simulate_run(replace(config, cluster=found).setup, mesh, None)
         with pytest.raises(ConfigError, match="makes model FLOP utilisation"):
-            simulate_run(replace(config, cluster=typed), mesh, None)
+            simulate_run(replace(config, cluster=typed).setup, mesh, None)
 
 
 def test_the_benches_keep_the_users_model_and_set_their_own_mesh() -> None:

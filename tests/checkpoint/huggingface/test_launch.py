@@ -9,7 +9,7 @@ import pytest
 
 from canzona_cli.checkpoint.huggingface.folder import compose_with_weights
 from canzona_cli.checkpoint.store import CheckpointStore
-from canzona_cli.core.simulate.fit import resolve
+from canzona_cli.config.resolve import resolve
 from canzona_cli.data.sidecar import saved_tokenizer_path
 from canzona_cli.launch.resume import choose_resumption
 from canzona_cli.records.files import RunFiles
@@ -82,7 +82,7 @@ def test_built_in_text_has_the_ids_that_the_weights_know(folder: Path, tmp_path:
     shutil.copytree(folder, source)
     for target in (source / "tokenizer.json", same):
         shutil.copy(saved_tokenizer_path(prefix), target)
-    typed = ("recipe=tiny", *SMALL, *JOB, f"init={source}", "data.cache_dir=cache")
+    typed = ("recipe=tiny", *SMALL, *JOB, f"init={source}", f"data.cache_dir={tmp_path}/cache")
 
     composed = compose_with_weights(typed)
     assert composed.config.data.tokenizer == str(source)

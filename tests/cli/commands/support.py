@@ -17,8 +17,8 @@ import pytest
 import canzona_cli.cli.app
 from canzona_cli.cli.commands import train_run
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.tree import list_recipes
-from canzona_cli.core.setup import RunConfig
 from canzona_cli.launch import torchrun
 from canzona_cli.launch.torchrun import LaunchCommand
 from tests.records.runs import CORPUS
@@ -125,7 +125,7 @@ def imports_none_of(names: Sequence[str], *arguments: str) -> None:
 
 def importable() -> dict[str, str]:
     """Makes the package importable from any directory, installed or not."""
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(Path(__file__).resolve().parents[3])
     return {"PYTHONPATH": os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)}
 
 

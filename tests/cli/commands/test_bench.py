@@ -12,7 +12,7 @@ from canzona_cli.cli.commands.bench import _conclude
 from canzona_cli.cli.views.bench import BenchView
 from canzona_cli.core.errors import CanzonaError
 from canzona_cli.core.planner.plan_file import read_plan
-from canzona_cli.records.codec import parse
+from canzona_cli.core.reading import parse
 from tests.bench.benches import bench, with_measured
 from tests.cli.commands.support import canzona
 

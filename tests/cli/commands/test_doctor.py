@@ -21,7 +21,7 @@ from tests.cli.commands.support import canzona_process
 from tests.cli.views.terminal import printed
 from tests.waiting import PATIENCE_S
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 STATUSES = {"ok", "info", "warn", "fail"}
 
 

@@ -26,7 +26,7 @@ def whole_run(root: Path, *, calibrated: bool = True) -> RunFiles:
     """A run with everything that a page shows. Without `calibrated`, its prediction describes no real machine."""
     files = make_run(root)
     shutil.copy(FIXTURE, files.breakdown)
-    plan = make_plan(CONFIG, LAYOUT)
+    plan = make_plan(CONFIG.setup, LAYOUT)
     files.plan.write_text(plan.to_json())
     save(files.predicted, replace(predict_here(CONFIG, LAYOUT, plan), calibrated=calibrated))
     files.timelines.mkdir()

@@ -7,7 +7,7 @@ import pytest
 
 from tests.cli.commands.support import canzona, imports_none_of
 
-FILES = Path(__file__).parents[1] / "config" / "megatron"
+FILES = Path(__file__).parents[2] / "config" / "megatron"
 VOCABULARY = "model.vocab_size=151936"
 
 

@@ -25,7 +25,7 @@ from canzona_cli.records.records import (
 from tests.cli.commands.support import canzona
 from tests.records.runs import CONFIG, CORPUS, LAYOUT, STEPS, metrics
 
-FIXTURE = Path(__file__).parents[1] / "report" / "breakdown.json"
+FIXTURE = Path(__file__).parents[1] / "views" / "breakdown.json"
 
 
 def make_run(root: Path, *, status: RunStatus | None = "done", steps: int = STEPS) -> RunFiles:

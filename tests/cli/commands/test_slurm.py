@@ -9,7 +9,7 @@ import pytest
 
 from tests.cli.commands.support import canzona, ran
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 
 
 def test_the_printed_script_has_the_machines_that_the_gpus_need(tmp_path: Path) -> None:

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.config.compose import compose_run, dump_resolved
-from canzona_cli.core.simulate.fit import resolve
+from canzona_cli.config.resolve import resolve
 from canzona_cli.launch import preflight
 from canzona_cli.records.codec import save
 from canzona_cli.records.files import RunFiles
 from canzona_cli.records.records import RunResult
 from tests.cli.commands import support
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 
 
 def canzona(*arguments: str, cwd: Path, code: int | None = None) -> subprocess.CompletedProcess[str]:

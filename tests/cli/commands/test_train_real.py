@@ -65,7 +65,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("trained")
     (folder / "sign.py").write_text(SIGN, encoding="utf-8")
     canzona("plan", *RUN, *OPTIONS, *SMALL, *RECORDED, "--out", "mine.json", cwd=folder, code=0)
-    with_gpu = os.pathsep.join([str(Path(__file__).parents[1] / "visible_gpu"), importable()["PYTHONPATH"]])
+    with_gpu = os.pathsep.join([str(Path(__file__).parents[2] / "visible_gpu"), importable()["PYTHONPATH"]])
     wanted = ("train.steps=6", "run.dir=run", "run.trackers=[tensorboard]", "--profile", "4")
     done = canzona_process(
         *("train", *RUN, *OPTIONS, *SMALL, *SAMPLES, *wanted),

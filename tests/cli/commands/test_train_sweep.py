@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.core.setup import RunConfig
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.records.files import RunFiles, read_json
 from tests.cli.commands.support import canzona, start_stand_in
 

@@ -9,7 +9,7 @@ import pytest
 from tests.cli.commands.support import ran
 from tests.waiting import PATIENCE_S
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.sweep  # only a change of the packaging can break the wheel
 
 

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from canzona_cli.cli.outlook import outlook
 from canzona_cli.cli.views.header import describe_plan, outlook_rows
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.resolve import resolve
 from canzona_cli.core.planner.make import make_plan
 from canzona_cli.core.planner.plan_file import ObtainedPlan
-from canzona_cli.core.simulate.fit import resolve
-from canzona_cli.core.simulate.predict import outlook
 
 
 @pytest.mark.parametrize(
@@ -28,5 +28,5 @@ def test_an_unmeasured_cpu_profile_predicts_no_times(measured_on: dict[str, str 
     config = replace(config, cluster=replace(config.cluster, measured_on=measured_on))
     rows = dict(outlook_rows(config, outlook(config, layout, iteration_s=1.0)))
     assert ("speed" in rows, "canzona calibrate" in rows["training"]) == (known, not known)
-    found = ObtainedPlan(plan=make_plan(config, layout), path=None)
+    found = ObtainedPlan(plan=make_plan(config.setup, layout), path=None)
     assert ("predicted" in describe_plan(found, config)) == known

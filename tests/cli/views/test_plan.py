@@ -11,12 +11,12 @@ from canzona_cli.cli.views.charts import draw_lane, heat_map, legend_lines, owne
 from canzona_cli.cli.views.header import describe_optimizer
 from canzona_cli.cli.views.plan import PlanView
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.resolve import resolve
 from canzona_cli.core.phases import Ink, Interval
 from canzona_cli.core.planner import make
 from canzona_cli.core.planner.attempt import Attempt
 from canzona_cli.core.setup import CustomConfig
 from canzona_cli.core.simulate.compare import study_run
-from canzona_cli.core.simulate.fit import resolve
 from canzona_cli.core.simulate.update_phase import UpdatePhase
 from tests import sizes
 from tests.cli.views.terminal import printed
@@ -91,9 +91,10 @@ def test_a_lane_shows_little_as_faint() -> None:
 
 def test_the_report_of_a_study_fits_its_terminal() -> None:
     config = sizes.run("tiny", 8, strategy="canzona", tp=2)
-    study = study_run(*resolve(replace(config, cluster=replace(config.cluster, gpus_per_node=4))), "form")
+    config, layout = resolve(replace(config, cluster=replace(config.cluster, gpus_per_node=4)))
+    study = study_run(config.setup, layout, "form")
     for compare in (None, "strategies", "form"):
-        view = PlanView(study=study, compare=compare, verbose=compare is None)
+        view = PlanView(config=config, study=study, compare=compare, verbose=compare is None)
         for width in (80, 120):
             text = printed(view, width)
             assert all(len(line) <= width and line == line.rstrip() for line in text.splitlines())
@@ -103,14 +104,16 @@ def test_the_report_of_a_study_fits_its_terminal() -> None:
 
 @pytest.mark.parametrize(("size", "doubted"), [("tiny", True), ("0.6b", False)])
 def test_times_on_a_cpu_that_nobody_measured_are_called_so(size: str, doubted: bool) -> None:
-    study = study_run(*resolve(compose_run([f"recipe=qwen3-{size}", "gpus=2", "parallel.tp=2"]).config))
-    assert ("on an uncalibrated CPU" in printed(PlanView(study=study))) == doubted
+    config, layout = resolve(compose_run([f"recipe=qwen3-{size}", "gpus=2", "parallel.tp=2"]).config)
+    study = study_run(config.setup, layout)
+    assert ("on an uncalibrated CPU" in printed(PlanView(config=config, study=study))) == doubted
 
 
 @pytest.mark.parametrize("verbose", [False, True])
 def test_strategies_that_do_not_fit_are_marked_and_said_to_be_simulated(verbose: bool) -> None:
-    study = study_run(*resolve(compose_run(["recipe=qwen3-8b", "gpus=16"]).config))
-    text = printed(PlanView(study=study, verbose=verbose))
+    config, layout = resolve(compose_run(["recipe=qwen3-8b", "gpus=16"]).config)
+    study = study_run(config.setup, layout)
+    text = printed(PlanView(config=config, study=study, verbose=verbose))
     assert [line for line in text.splitlines() if line.startswith("sc ") and "!" in line]
     assert "!: does not fit in 76.6 GiB, simulated as if it did" in " ".join(text.split())
 
@@ -118,8 +121,8 @@ def test_strategies_that_do_not_fit_are_marked_and_said_to_be_simulated(verbose:
 def test_a_users_own_optimizer_is_called_custom_with_whose_price_it_has() -> None:
     own = CustomConfig(name="custom", lr=1e-3, source="own.py:Own", cost_like="soap")
     config, layout = resolve(replace(sizes.run("tiny", 4, strategy="canzona", tp=2), optimizer=own))
-    study = study_run(config, layout)
-    assert "custom (cost model of soap)" in printed(PlanView(study=study), 120).splitlines()[0]
+    study = study_run(config.setup, layout)
+    assert "custom (cost model of soap)" in printed(PlanView(config=config, study=study), 120).splitlines()[0]
     assert study.as_json()["optimizer"] == "custom"
     assert describe_optimizer(config).startswith("custom own.py:Own (canzona)")
 

@@ -33,7 +33,7 @@ def test_every_gpu_count_has_its_line_inside_the_width(size: Size, width: int) -
 
 
 def test_a_row_shows_the_layout() -> None:
-    layout = fit.resolve(run("32b", 256))[1]
+    layout = fit.resolve(run("32b", 256).setup)[1]
     line = next(line for line in printed("32b", 120, (256,)).splitlines() if line.split()[:1] == ["256"])
     assert f" {layout_code(layout)} " in line
     assert " 256 " in line

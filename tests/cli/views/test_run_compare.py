@@ -8,8 +8,8 @@ import pytest
 
 from canzona_cli.cli.views.compare import RunPairView, RunTableView, run_names
 from canzona_cli.config.compose import dump_resolved
-from canzona_cli.core.setup import RunConfig
-from canzona_cli.records.breakdown import Prediction
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.core.simulate.prediction import Prediction
 from canzona_cli.records.codec import save
 from canzona_cli.records.compare import compare_two, load_runs, run_figures
 from canzona_cli.records.files import RunFiles, append_json_line

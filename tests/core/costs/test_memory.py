@@ -42,19 +42,19 @@ def test_adamw_shards_its_state_alone_and_fp32_weights_are_masters(
     dp: int, precision: Precision, weights: int, state: float
 ) -> None:
     """Bytes a parameter; gradients are fp32."""
-    parts = estimate(run("0.6b", dp, strategy="adamw", precision=precision), layout(dp=dp)).parts
+    parts = estimate(run("0.6b", dp, strategy="adamw", precision=precision).setup, layout(dp=dp)).parts
     assert (parts["weights"], parts["gradients"], parts["optimizer"]) == (weights * N, 4 * N, state * N)
 
 
 def test_gradients_reduced_in_bf16_take_half() -> None:
-    assert estimate(run("0.6b", 1, grad_reduce_dtype="bf16"), layout()).parts["gradients"] == 2 * N
+    assert estimate(run("0.6b", 1, grad_reduce_dtype="bf16").setup, layout()).parts["gradients"] == 2 * N
 
 
 def test_sc_muon_shards_no_state() -> None:
     config = run("0.6b", 8, strategy="sc")
     expected = 8 * MATRICES + 12 * OTHERS
-    assert estimate(config, layout()).parts["optimizer"] == expected
-    assert estimate(config, layout(dp=8)).parts["optimizer"] == expected
+    assert estimate(config.setup, layout()).parts["optimizer"] == expected
+    assert estimate(config.setup, layout(dp=8)).parts["optimizer"] == expected
 
 
 @pytest.mark.parametrize("optimizer", ["soap", "shampoo"])
@@ -64,12 +64,12 @@ def test_sc_by_the_engine_keeps_all_matrices_whole_on_every_rank(optimizer: str)
         compose_run(["recipe=0.6b", f"optimizer={optimizer}", "engine.strategy=sc", f"parallel.tp={tp}"]).config
         for tp in (1, 2)
     ]
-    how = algorithm_of(configs[0])
+    how = algorithm_of(configs[0].setup)
     factors = 28 * sum(factor_bytes(how, *shape) for shape in layer_shapes(configs[0].model, "split"))
     kept = (4 + moment_bytes(how)) * MATRICES + factors
     for config, here in zip(configs, (layout(dp=4), layout(tp=2, dp=2)), strict=True):
-        others = stage_weights(config, here, 0).others
-        assert estimate(config, here).parts["optimizer"] == kept + 12 * others
+        others = stage_weights(config.setup, here, 0).others
+        assert estimate(config.setup, here).parts["optimizer"] == kept + 12 * others
 
 
 def test_layerwise_keeps_whole_parameters_on_some_rank() -> None:
@@ -77,18 +77,18 @@ def test_layerwise_keeps_whole_parameters_on_some_rank() -> None:
     shards = 28 * 4 * 2
     config = run("0.6b", shards)
     fc1 = 2 * 3072 * 1024
-    held = placement(config, layout(dp=shards), 0)
+    held = placement(config.setup, layout(dp=shards), 0)
     assert held is not None
     assert held.worst == fc1
     assert held.padded == shards * fc1
-    parts = estimate(config, layout(dp=shards)).parts
+    parts = estimate(config.setup, layout(dp=shards)).parts
     assert parts["weights"] == 2 * (shards * fc1 + OTHERS)
     assert parts["optimizer"] == 8 * fc1 + 12 * -(-OTHERS // shards)
 
 
 def test_canzona_spreads_whole_matrices_over_the_grid() -> None:
     config = run("0.6b", 8, strategy="canzona", tp=2)
-    held = placement(config, layout(tp=2, dp=4), 0)
+    held = placement(config.setup, layout(tp=2, dp=4), 0)
     assert held is not None
     assert MATRICES / 8 <= held.worst < MATRICES / 8 + 3072 * 1024
     assert held.padded == 0
@@ -97,21 +97,21 @@ def test_canzona_spreads_whole_matrices_over_the_grid() -> None:
 def test_pipeline_stages_hold_what_is_theirs() -> None:
     config = run("8b", 4, strategy="adamw")
     count = parameter_count(config.model)
-    first = estimate(config, layout(pp=4, count=16))
+    first = estimate(config.setup, layout(pp=4, count=16))
     assert first.worst_rank == "pp stage 0"
     assert first.parts["weights"] == 2 * ((count.layer_matrices + count.norms - 4096) // 4 + count.embedding)
     assert first.parts["logits"] == 0
     # With one micro-batch in flight everywhere, the stage with the logits needs most.
-    assert estimate(config, layout(pp=4, micro=8)).worst_rank == "pp stage 3"
+    assert estimate(config.setup, layout(pp=4, micro=8)).worst_rank == "pp stage 3"
 
 
 def test_activations_of_a_layer_counted_by_hand() -> None:
     """0.6B, one sequence of 4096, flash attention: 4h + (4a + 3g)d + 3f elements a token and layer, then 2h. Full
     recomputation keeps one input a layer."""
-    parts = estimate(run("0.6b", 1), layout()).parts
+    parts = estimate(run("0.6b", 1).setup, layout()).parts
     assert parts["activations"] == 2 * 4096 * (28 * (4 * 1024 + (4 * 16 + 3 * 8) * 128 + 3 * 3072) + 2 * 1024)
     assert parts["logits"] == 10 * 4096 * 151_936  # bf16, softmax and gradient in fp32
-    parts = estimate(run("0.6b", 1), replace(layout(), recompute="full")).parts
+    parts = estimate(run("0.6b", 1).setup, replace(layout(), recompute="full")).parts
     assert parts["activations"] == 2 * 4096 * (28 * 1024 + 2 * 1024)
 
 
@@ -121,13 +121,15 @@ def test_no_attention_keeps_scores(cp: int) -> None:
     config = run("tiny", 1)
     longer = replace(config, train=replace(config.train, seq_length=512))
     short, long = (replace(layout(micro=micro), cp=cp) for micro in (4, 2))
-    assert estimate(config, short).parts == estimate(longer, long).parts
+    assert estimate(config.setup, short).parts == estimate(longer.setup, long).parts
 
 
 @pytest.mark.parametrize("transformer_engine", [True, False])
 def test_selective_recomputation_gains_nothing_where_sequences_are_whole(transformer_engine: bool) -> None:
     config = run("8b", 1, cluster=replace(H100, transformer_engine=transformer_engine))
-    assert estimate(config, layout()).total == estimate(config, replace(layout(), recompute="selective")).total
+    assert (
+        estimate(config.setup, layout()).total == estimate(config.setup, replace(layout(), recompute="selective")).total
+    )
 
 
 def test_selective_recomputation_frees_keys_and_values_that_were_gathered() -> None:
@@ -135,7 +137,7 @@ def test_selective_recomputation_frees_keys_and_values_that_were_gathered() -> N
     of 32 heads' context."""
     config = run("8b", 1, cluster=replace(H100, transformer_engine=False))
     none, selective = (
-        estimate(config, replace(layout(), cp=4, recompute=recompute)).parts["activations"]
+        estimate(config.setup, replace(layout(), cp=4, recompute=recompute)).parts["activations"]
         for recompute in ("none", "selective")
     )
     assert none - selective == 36 * 2 * 128 * ((8 + 8) * 4096 + (32 - 8) * 1024)
@@ -156,7 +158,7 @@ def test_more_of_anything_needs_more(
     config = replace(config, engine=replace(config.engine, splitting=splitting))
 
     def total(**changes: int) -> MemoryEstimate:
-        return estimate(config, layout(**{"tp": tp, "pp": pp, "dp": dp, "micro": micro, "count": 8, **changes}))
+        return estimate(config.setup, layout(**{"tp": tp, "pp": pp, "dp": dp, "micro": micro, "count": 8, **changes}))
 
     here = total()
     assert total(micro=2 * micro).total > here.total
@@ -171,9 +173,9 @@ def test_a_home_keeps_four_fp32_copies_of_its_share_at_once() -> None:
     """Megatron's mode layer_sharded exchanges all matrices of an owner together: 8B on two owners at TP 8."""
     config, mesh = run("8b", 16, strategy="layerwise"), layout(tp=8, dp=2)
     sharded = replace(config, engine=replace(config.engine, muon_tp_mode="layer_sharded"))
-    one, other = (transient(mode, algorithm_of(mode), mesh, 0).update for mode in (config, sharded))
-    assert one < other == 4 * 4 * stage_weights(config, mesh, 0).matrices // 2
-    assert estimate(config, mesh).total <= estimate(sharded, mesh).total
+    one, other = (transient(mode.setup, algorithm_of(mode.setup), mesh, 0).update for mode in (config, sharded))
+    assert one < other == 4 * 4 * stage_weights(config.setup, mesh, 0).matrices // 2
+    assert estimate(config.setup, mesh).total <= estimate(sharded.setup, mesh).total
 
 
 def test_megatrons_strategies_split_q_k_and_v_at_most() -> None:
@@ -181,7 +183,7 @@ def test_megatrons_strategies_split_q_k_and_v_at_most() -> None:
     for strategy in ("sc", "layerwise", "asc", "paper", "canzona"):
         config = run("8b", 8, strategy=strategy)
         shapes = {
-            splitting: matrix_shapes(replace(config, engine=replace(config.engine, splitting=splitting)))
+            splitting: matrix_shapes(replace(config, engine=replace(config.engine, splitting=splitting)).setup)
             for splitting in get_args(Splitting)
         }
         assert shapes["fused"] == layer_shapes(config.model, "fused")
@@ -205,18 +207,18 @@ def test_moments_of_each_algorithm() -> None:
 def test_a_users_own_optimizer_holds_what_the_one_it_is_like_holds(like: str) -> None:
     own = CustomConfig(name="custom", lr=1e-3, source="mine.py:Mine", cost_like=like)
     config = replace(run("8b", 8, strategy="canzona"), optimizer=own)
-    parts = estimate(config, layout(tp=2, dp=4)).parts
-    held = placement(config, layout(tp=2, dp=4), 0)
+    parts = estimate(config.setup, layout(tp=2, dp=4)).parts
+    held = placement(config.setup, layout(tp=2, dp=4), 0)
     assert held is not None
-    how = algorithm_of(config)
+    how = algorithm_of(config.setup)
     assert how.name == like
     factors = sum(count * factor_bytes(how, *shape) for shape, count in held.worst_shapes.items())
-    others = stage_weights(config, layout(tp=2, dp=4), 0).others // 4
+    others = stage_weights(config.setup, layout(tp=2, dp=4), 0).others // 4
     assert parts["optimizer"] == (4 + moment_bytes(how)) * held.worst + factors + 12 * others
 
 
 def test_capacity_leaves_out_what_is_reserved() -> None:
-    assert capacity(run("0.6b", 1)) == int((79.6 - 6.0) * GIB)
+    assert capacity(run("0.6b", 1).setup) == int((79.6 - 6.0) * GIB)
 
 
 @given(
@@ -257,9 +259,9 @@ def test_equal_matrices_are_placed_together_as_one_by_one(
 def test_a_layout_needs_at_most_its_estimate(strategy: AnyStrategy, pp: int) -> None:
     config = run("8b", 16, strategy=strategy)
     for mesh in (layout(tp=2, pp=pp, dp=8 // pp), layout(tp=1, pp=pp, dp=16 // pp)):
-        total = estimate(config, mesh).total
-        assert needs_at_most(config, mesh, total)
-        assert not needs_at_most(config, mesh, total - 1)
+        total = estimate(config.setup, mesh).total
+        assert needs_at_most(config.setup, mesh, total)
+        assert not needs_at_most(config.setup, mesh, total - 1)
 
 
 def test_scratch_of_stacks_is_planned() -> None:
@@ -270,7 +272,7 @@ def test_scratch_of_stacks_is_planned() -> None:
         assert isinstance(config.optimizer, MuonConfig)
         optimizer = replace(config.optimizer, stack=stack, form="standard")
         stacking = replace(config, optimizer=optimizer)
-        return workspace_bytes(stacking, algorithm_of(stacking), [shapes])
+        return workspace_bytes(stacking.setup, algorithm_of(stacking.setup), [shapes])
 
     k, count = (1024, 5120), 3
     elements, square = 1024 * 5120, 1024**2

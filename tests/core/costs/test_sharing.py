@@ -28,7 +28,7 @@ TP2 = ("gpus=4", "parallel.tp=2", "parallel.pp=1", "engine.mode=shared")
 def test_a_run_says_why_its_plan_shares_nothing(settings: tuple[str, ...], because: str | None) -> None:
     typed = {each.split("=", 1)[0] for each in settings}
     defaults = [each for each in TP2 if each.split("=", 1)[0] not in typed]
-    config, layout = fit.resolve(compose_run([*defaults, *settings], training=False).config)
+    config, layout = fit.resolve(compose_run([*defaults, *settings], training=False).config.setup)
     warnings = [*mode_warnings(config, layout)]
     assert bool(make_plan(config, layout).assignment.shared_costs) is (because is None)
     assert [warning.startswith(f"engine.mode=shared is ignored: {because}") for warning in warnings] == (

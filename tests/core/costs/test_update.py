@@ -265,11 +265,11 @@ def test_replayed_kernels_take_what_a_graph_takes_for_them() -> None:
     assert seconds(MUON, 512, 512, quick) == seconds(replayed, 512, 512, quick)
     own = seconds(replayed, 512, 512, H100, "megatron")
     assert own == seconds(MUON, 512, 512, H100, "megatron")
-    assert algorithm_of(run("8b", 8, strategy="asc", cluster=H100)).graph
-    assert not algorithm_of(run("8b", 8, strategy="sc", cluster=H100)).graph
-    assert not algorithm_of(run("8b", 8, strategy="asc", cluster=CPU)).graph
+    assert algorithm_of(run("8b", 8, strategy="asc", cluster=H100).setup).graph
+    assert not algorithm_of(run("8b", 8, strategy="sc", cluster=H100).setup).graph
+    assert not algorithm_of(run("8b", 8, strategy="asc", cluster=CPU).setup).graph
     asked = compose_run(["recipe=8b", "optimizer.graph=false"]).config
-    assert not algorithm_of(asked).graph
+    assert not algorithm_of(asked.setup).graph
 
 
 def test_rates_are_interpolated_between_measured_sizes() -> None:
@@ -306,19 +306,21 @@ def test_adamw_is_memory_traffic() -> None:
 
 
 def test_what_a_run_says_is_what_is_priced() -> None:
-    assert algorithm_of(run("32b", 256)) == replace(MUON, form="auto", stack="auto")
-    assert algorithm_of(run("32b", 256, strategy="adamw")) == ADAMW
-    assert algorithm_of(run("tiny", 2, precision="fp32")).precision == "fp32"
+    assert algorithm_of(run("32b", 256).setup) == replace(MUON, form="auto", stack="auto")
+    assert algorithm_of(run("32b", 256, strategy="adamw").setup) == ADAMW
+    assert algorithm_of(run("tiny", 2, precision="fp32").setup).precision == "fp32"
     soap = compose_run(["recipe=32b", "optimizer=soap", "optimizer.precondition_frequency=7"], training=False).config
-    assert algorithm_of(soap) == Algorithm(name="soap", refresh_period=7, spread=True)
+    assert algorithm_of(soap.setup) == Algorithm(name="soap", refresh_period=7, spread=True)
     for at_once in (
         replace(soap, optimizer=replace(soap.optimizer, stagger=False)),  # type: ignore[call-arg]
         replace(soap, engine=replace(soap.engine, strategy="layerwise")),
     ):
-        assert not algorithm_of(at_once).spread
+        assert not algorithm_of(at_once.setup).spread
     dims = ["optimizer.max_preconditioner_dim=64", "optimizer.grafting=sgd"]
     shampoo = compose_run(["recipe=32b", "optimizer=shampoo", *dims], training=False).config
-    assert algorithm_of(shampoo) == Algorithm(name="shampoo", max_preconditioner_dim=64, grafting="sgd", spread=True)
+    assert algorithm_of(shampoo.setup) == Algorithm(
+        name="shampoo", max_preconditioner_dim=64, grafting="sgd", spread=True
+    )
 
 
 def test_small_matrices_of_a_gpu_are_stacked_where_that_takes_less() -> None:
@@ -352,7 +354,7 @@ def test_small_matrices_of_a_gpu_are_stacked_where_that_takes_less() -> None:
 
 def test_a_users_own_optimizer_is_priced_like_the_one_it_names_until_it_is_measured() -> None:
     own = CustomConfig(name="custom", lr=1e-3, source="mine.py:Mine", cost_like="soap")
-    how = algorithm_of(replace(run("32b", 256), optimizer=own))
+    how = algorithm_of(replace(run("32b", 256), optimizer=own).setup)
     assert (how.name, how.custom, label(how)) == ("soap", True, "custom")
     assert seconds(how, 512, 256, H100) == seconds(SOAP, 512, 256, H100)
     profile = replace(H100, measured_updates=(("custom", 512, 256, 0.25), ("soap", 512, 256, 0.5)))

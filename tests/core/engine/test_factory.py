@@ -52,7 +52,7 @@ def test_a_built_in_optimizer_is_a_file_and_a_recipe(recipes: Path) -> None:
     assert config.execution is Execution.PLANNED
     members = matrices(config.model, layout(), "split")
     master = torch.nn.Parameter(torch.zeros(members[0].rows, members[0].cols))
-    optimizer = optimizer_factory(config)(members[:1], [master])
+    optimizer = optimizer_factory(config.setup)(members[:1], [master])
     assert optimizer.beta == 0.8  # type: ignore[attr-defined]
     optimizer.param_groups[0]["lr"] = 0.5
     master.grad = torch.ones_like(master)
@@ -71,7 +71,7 @@ def test_an_optimizer_is_tried_on_the_runs_device(recipes: Path, monkeypatch: py
 
     monkeypatch.setattr(torch.Tensor, "to", to)
     on_gpu = replace(config, cluster=replace(config.cluster, device="cuda"))
-    optimizer_factory(on_gpu)
+    optimizer_factory(on_gpu.setup)
     # Two weights, and their gradients of two steps.
     assert moved == [torch.device("cuda")] * 6
 
@@ -90,7 +90,7 @@ def test_a_built_in_optimizer_that_is_not_there_is_refused(recipes: Path) -> Non
     assert isinstance(config.optimizer, CustomConfig)
     absent = replace(config.optimizer, source="canzona_cli.core.optimizers.absent:Absent")
     with pytest.raises(ValueError, match="cannot be imported"):
-        optimizer_factory(replace(config, optimizer=absent))
+        optimizer_factory(replace(config, optimizer=absent).setup)
 
 
 @pytest.mark.parametrize("stagger", [True, False])
@@ -98,5 +98,5 @@ def test_a_run_decides_whether_refreshes_are_spread(stagger: bool) -> None:
     settings = ("optimizer=soap", f"optimizer.stagger={str(stagger).lower()}")
     config = compose_run(["recipe=qwen3-tiny", *settings]).config
     members = matrices(config.model, layout(), "split")[:1]
-    optimizer = optimizer_factory(config)(members, [torch.nn.Parameter(torch.zeros(members[0].shape))])
-    assert optimizer.spread == stagger == algorithm_of(config).spread  # type: ignore[attr-defined]
+    optimizer = optimizer_factory(config.setup)(members, [torch.nn.Parameter(torch.zeros(members[0].shape))])
+    assert optimizer.spread == stagger == algorithm_of(config.setup).spread  # type: ignore[attr-defined]

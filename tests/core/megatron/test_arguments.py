@@ -13,9 +13,9 @@ from canzona_cli.config.megatron_arguments import meaning, table
 from canzona_cli.config.megatron_parser import parser as rebuilt
 from canzona_cli.config.megatron_run import MegatronRun
 from canzona_cli.config.megatron_translation import read_megatron_run
-from canzona_cli.core.setup import RunConfig
+from canzona_cli.config.schema import RunConfig
 
-FILES = Path(__file__).parents[1] / "config" / "megatron"
+FILES = Path(__file__).parents[2] / "config" / "megatron"
 MADE_LATER = {
     "world_size",
     "virtual_pipeline_model_parallel_size",

@@ -108,7 +108,7 @@ def _optimizers_sort_parameters_by_type(world: World) -> None:
 def _tied_embedding_of_a_pipeline(world: World) -> None:
     from megatron.core.transformer.module import Float16Module
 
-    config, _ = fit.resolve(compose_run(["recipe=qwen3-tiny", "gpus=2", "parallel.pp=2"]).config)
+    config, _ = fit.resolve(compose_run(["recipe=qwen3-tiny", "gpus=2", "parallel.pp=2"]).config.setup)
     model: object
     [model] = build_model(config, world)
     assert isinstance(model, Float16Module)

@@ -8,9 +8,9 @@ from gpu_check import PARTS
 
 from canzona_cli.core.costs.machine import install_fused_layers
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "canzona_cli"
-MANUAL = (PACKAGE / "megatron" / "README.md").read_text(encoding="utf-8")
+MANUAL = (PACKAGE / "core" / "megatron" / "README.md").read_text(encoding="utf-8")
 
 
 def _rows(head: str) -> list[list[str]]:
@@ -49,7 +49,7 @@ def test_every_module_that_asks_for_the_device_is_listed_once() -> None:
     listed = [name for code, _, _ in CODE for name in _names(code)]
     assert len(listed) == len(set(listed))
     # Nothing but Muon's passes on a GPU is in it, so it has no need to ask.
-    assert set(listed) - asking == {"optimizers/muon_cuda.py"}
+    assert set(listed) - asking == {"core/optimizers/muon_cuda.py"}
     assert asking <= set(listed)
 
 

@@ -6,6 +6,8 @@ import pytest
 from published_rows import load_published
 
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.resolve import resolve
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.memory import estimate
 from canzona_cli.core.costs.model import stage_time
 from canzona_cli.core.errors import ConfigError
@@ -13,8 +15,6 @@ from canzona_cli.core.model.families import family_of, flops_per_token, paramete
 from canzona_cli.core.model.geometry import fragment_blocks, unit_shape
 from canzona_cli.core.model.matrices import routing
 from canzona_cli.core.planner.make import make_plan
-from canzona_cli.core.setup import RunConfig
-from canzona_cli.core.simulate.fit import resolve
 from canzona_cli.core.simulate.predict import predict
 
 PUBLISHED_ELEMENTS = 8_030_261_248
@@ -33,7 +33,7 @@ def test_published_step_times_are_of_the_same_shape() -> None:
 
 def test_every_published_weight_is_counted_and_routed() -> None:
     config = _llama()
-    routes = routing(config)
+    routes = routing(config.setup)
     assert parameter_count(config.model).total == PUBLISHED_ELEMENTS
     assert sum(route.elements for route in (*routes.matrices, *routes.adamw)) == PUBLISHED_ELEMENTS
     assert not [route.pattern for route in routes.adamw if "self_attention" in route.pattern]
@@ -41,10 +41,10 @@ def test_every_published_weight_is_counted_and_routed() -> None:
 
 def test_a_plan_has_every_matrix_and_a_predicted_step() -> None:
     config, layout = resolve(_llama())
-    plan = make_plan(config, layout)
+    plan = make_plan(config.setup, layout)
     assert sum(matrix.elements for matrix in plan.matrices) == parameter_count(config.model).layer_matrices
     assert {matrix.shape for matrix in plan.matrices if matrix.kind == "gate"} == {(14336, 4096)}
-    assert predict(config, layout, plan).iteration_s > 0
+    assert predict(config.setup, layout, plan).iteration_s > 0
 
 
 def test_a_layer_without_qk_norm_is_shorter_where_queries_are_made() -> None:
@@ -63,7 +63,7 @@ def _nemotron() -> RunConfig:
 def test_without_a_gate_a_layer_has_one_matrix_fewer() -> None:
     config, layout = resolve(_nemotron())
     assert f"{parameter_count(config.model).non_embedding / 1e9:.1f} B" == "12.5 B", "arXiv 2402.16819, section 2"
-    matrices = make_plan(config, layout).matrices
+    matrices = make_plan(config.setup, layout).matrices
     assert {matrix.kind: matrix.shape for matrix in matrices if matrix.kind in ("gate", "up", "down")} == {
         "up": (24576, 6144),
         "down": (6144, 24576),
@@ -75,9 +75,9 @@ def test_a_gate_costs_as_much_as_half_of_the_width_without_one() -> None:
     plain, layout = resolve(_nemotron())
     gated = replace(plain, model=replace(plain.model, gated=True, ffn_hidden_size=16384))
     assert flops_per_token(plain.model, 4096) == flops_per_token(gated.model, 4096)
-    for part, size in estimate(plain, layout).parts.items():
+    for part, size in estimate(plain.setup, layout).parts.items():
         # Whole matrices are exchanged, and those without a gate are larger.
-        assert size == estimate(gated, layout).parts[part] or part == "exchange"
+        assert size == estimate(gated.setup, layout).parts[part] or part == "exchange"
 
 
 def test_training_without_a_gate_is_refused_before_anything_starts() -> None:

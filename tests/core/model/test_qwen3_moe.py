@@ -3,14 +3,14 @@
 import pytest
 
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.resolve import resolve
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.memory import estimate
 from canzona_cli.core.errors import ConfigError
 from canzona_cli.core.model.families import flops_per_token, parameter_count
 from canzona_cli.core.model.geometry import fragment_blocks, stored_blocks, unit_shape, weight_of, whole_shape
 from canzona_cli.core.model.matrices import layer_matrices, matrices, routing
 from canzona_cli.core.planner.make import make_plan
-from canzona_cli.core.setup import RunConfig
-from canzona_cli.core.simulate.fit import resolve
 from canzona_cli.core.simulate.predict import predict
 
 TYPED = ["parallel.tp=1", "parallel.pp=1", "parallel.cp=1", "train.micro_batch_size=1", "train.recompute=none"]
@@ -32,7 +32,7 @@ def _run(*overrides: str) -> RunConfig:
 )
 def test_parameters_are_those_published(recipe: str, total: int, active: float, matrices: int) -> None:
     config = _run(f"recipe={recipe}")
-    count, routes = parameter_count(config.model), routing(config)
+    count, routes = parameter_count(config.model), routing(config.setup)
     assert count.total == total
     assert count.active == pytest.approx(active, rel=0.01)
     assert sum(route.elements for route in (*routes.matrices, *routes.adamw)) == total
@@ -40,7 +40,7 @@ def test_parameters_are_those_published(recipe: str, total: int, active: float, 
 
 
 def test_routers_are_left_to_adamw_and_gate_and_up_are_apart() -> None:
-    routes = routing(_run("recipe=qwen3-moe-tiny"))
+    routes = routing(_run("recipe=qwen3-moe-tiny").setup)
     assert {route.pattern: route.count for route in routes.matrices if "experts" in route.pattern} == {
         "layers.*.experts.*.gate": 32,
         "layers.*.experts.*.up": 32,
@@ -89,17 +89,17 @@ def test_a_router_is_one_unit_that_every_rank_has() -> None:
 
 def test_a_plan_balances_experts_with_the_dense_matrices() -> None:
     config, layout = resolve(_run("recipe=qwen3-moe-mini", "gpus=4", *TYPED))
-    plan = make_plan(config, layout)
+    plan = make_plan(config.setup, layout)
     assert len(plan.matrices) == len(matrices(config.model, layout, "split")) == 12 * 52
     assert max(plan.loads(0)) <= 1.01 * plan.lower_bounds[0]
-    assert predict(config, layout, plan).iteration_s > 0
+    assert predict(config.setup, layout, plan).iteration_s > 0
 
 
 def test_memory_counts_a_tokens_copies() -> None:
     few, many = (
         resolve(_run("recipe=qwen3-moe-mini", f"model.experts_per_token={chosen}", *TYPED)) for chosen in (2, 4)
     )
-    few_bytes, many_bytes = (estimate(*run).parts["activations"] for run in (few, many))
+    few_bytes, many_bytes = (estimate(run[0].setup, run[1]).parts["activations"] for run in (few, many))
     # Two more experts of a token: its copy and result, 2 * 512, and 5 * 384 of SwiGLU, 2 bytes each, 12 layers.
     assert many_bytes - few_bytes == 12 * 512 * 2 * (2 * 512 + 5 * 384) * 2
 

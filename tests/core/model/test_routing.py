@@ -3,9 +3,9 @@
 import pytest
 
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.resolve import resolve
 from canzona_cli.core.errors import ConfigError
 from canzona_cli.core.model.matrices import Routed, routing
-from canzona_cli.core.simulate.fit import resolve
 
 SHAPE = (
     *("recipe=qwen3-tiny", "model.num_layers=3", "model.hidden_size=32", "model.ffn_hidden_size=48"),
@@ -14,12 +14,12 @@ SHAPE = (
 
 
 def _table(*overrides: str) -> dict[str, tuple[int, int]]:
-    found = routing(compose_run([*SHAPE, *overrides]).config)
+    found = routing(compose_run([*SHAPE, *overrides]).config.setup)
     return {one.pattern: (one.count, one.elements) for one in (*found.matrices, *found.adamw)}
 
 
 def test_counts_by_hand() -> None:
-    found = routing(compose_run([*SHAPE, "optimizer=muon", "model.tied_embeddings=false"]).config)
+    found = routing(compose_run([*SHAPE, "optimizer=muon", "model.tied_embeddings=false"]).config.setup)
     assert found.matrices == (
         Routed(pattern="layers.*.proj", count=3, elements=3 * 32 * 32),
         Routed(pattern="layers.*.q", count=3, elements=3 * 32 * 32),
@@ -47,7 +47,7 @@ def test_splittings_and_adamw() -> None:
     assert heads["layers.*.k.*"] == (6, 3 * 16 * 32)
     # Megatron's own Muon leaves gate and up together.
     assert _table("optimizer=muon", "engine.strategy=sc")["layers.*.fc1"] == (3, 3 * 96 * 32)
-    alone = routing(compose_run([*SHAPE, "optimizer=adamw"]).config)
+    alone = routing(compose_run([*SHAPE, "optimizer=adamw"]).config.setup)
     assert alone.matrices == ()
     both = _table("optimizer=muon")
     assert sum(one.elements for one in alone.adamw) == sum(elements for _, elements in both.values())

@@ -281,7 +281,7 @@ def test_bad_results_of_adversarial_matrices_are_found(
 def test_a_set_at_the_edge_of_its_range_is_for_the_standard_form_alone() -> None:
     assert STANDARD_ONLY == schema.STANDARD_ONLY
     config = compose_run(["recipe=tiny", "optimizer.coefficients=cans"]).config
-    assert algorithm_of(config).form == "standard"
+    assert algorithm_of(config.setup).form == "standard"
     with pytest.raises(ConfigError, match=r"optimizer\.form"):
         compose_run(["recipe=tiny", "optimizer.coefficients=cans", "optimizer.form=gram"])
     p = torch.nn.Parameter(torch.zeros(12, 40))

@@ -7,13 +7,14 @@ from functools import cache
 
 from hypothesis import strategies as st
 
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.links import EFFICIENCY, Group, Links
 from canzona_cli.core.model.family import Kind
 from canzona_cli.core.model.matrices import Matrix
 from canzona_cli.core.planner.make import plan_unbounded
 from canzona_cli.core.planner.pipeline import HostedPipeline
 from canzona_cli.core.planner.plan import Plan
-from canzona_cli.core.setup import Layout, RunConfig
+from canzona_cli.core.setup import Layout
 from tests.sizes import H100, Size, layout, run
 
 LAYER: tuple[tuple[Kind, str, int], ...] = (
@@ -112,7 +113,7 @@ def planned_in(mode: str, size: Size, tp: int, dp: int) -> tuple[RunConfig, Layo
     """A run in a mode, and its plan whatever memory there is."""
     config = run(size, tp * dp, strategy="canzona", tp=tp)
     config, mesh = replace(config, engine=replace(config.engine, mode=mode)), layout(tp=tp, dp=dp)  # type: ignore[arg-type]
-    return config, mesh, plan_unbounded(config, mesh)
+    return config, mesh, plan_unbounded(config.setup, mesh)
 
 
 def megatrons_layout(

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
+from canzona_cli.config.resolve import resolve
 from canzona_cli.core.errors import DoesNotFit
 from canzona_cli.core.model.matrices import Matrix
 from canzona_cli.core.model.matrices import matrices as matrices_of
@@ -17,7 +18,6 @@ from canzona_cli.core.planner.buckets import buckets, stage_parameters
 from canzona_cli.core.planner.measures import padding_fraction
 from canzona_cli.core.planner.plan import Assignment, PlanSettings
 from canzona_cli.core.setup import Layout
-from canzona_cli.core.simulate.fit import resolve
 from canzona_cli.core.simulate.predict import assign_layerwise
 from tests.core.planner.planning import grid, grids, least_makespan, models, newton_schulz, transformer
 from tests.sizes import Size, run

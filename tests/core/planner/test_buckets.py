@@ -142,6 +142,6 @@ def test_a_plan_numbers_its_owners_in_that_order() -> None:
     """1.7B on 64 GPUs, whose plan is not the one in natural order."""
     mesh = layout(dp=64, count=4)
     config = run("1.7b", mesh.world_size, strategy="canzona", cluster=H100)
-    plan = plan_unbounded(config, mesh)
-    limit = bucket_elements(config, mesh)
+    plan = plan_unbounded(config.setup, mesh)
+    limit = bucket_elements(config.setup, mesh)
     assert renumber_owners(plan.matrices, plan.assignment, mesh, limit) == plan.assignment

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.links import Groups, Links, Transfer
 from canzona_cli.core.costs.sharing import SharedCost, shared_bytes, shared_exchanges, shared_transfers
 from canzona_cli.core.engine.wire import Messages
@@ -22,7 +23,7 @@ from canzona_cli.core.planner.make import subject
 from canzona_cli.core.planner.measures import communication, exchange_sent
 from canzona_cli.core.planner.memory import step_buffers
 from canzona_cli.core.planner.plan import Assignment, Cell, MicroGroup, Plan
-from canzona_cli.core.setup import Layout, Precision, RunConfig
+from canzona_cli.core.setup import Layout, Precision
 from canzona_cli.core.simulate.update import UpdateModel
 from tests import sizes
 from tests.sizes import layout, model
@@ -145,7 +146,7 @@ def cases(draw: st.DrawFn) -> Case:
         home = draw(st.none() | st.integers(0, tp - 1)) if stored is None else None
         matrices.append(replace(drawn, shard_dim=stored, home=home))
         cells.append(Cell(owner=draw(st.integers(0, dp - 1)), host=draw(st.integers(0, tp - 1))))
-    parts = len(shared_exchanges(subject(config, layout(tp=tp, dp=dp)).optimizer.ns_steps)) + 1
+    parts = len(shared_exchanges(subject(config.setup, layout(tp=tp, dp=dp)).optimizer.ns_steps)) + 1
     shared_costs = {
         matrix.index: SharedCost(fragment=(1.0,) * parts)
         for matrix in matrices
@@ -161,7 +162,7 @@ def cases(draw: st.DrawFn) -> Case:
             owned = owned[size:]
     mesh = layout(tp=tp, dp=dp)
     plan = Plan(
-        subject=subject(config, mesh),
+        subject=subject(config.setup, mesh),
         matrices=tuple(matrices),
         costs=tuple(1.0 for _ in matrices),
         assignment=Assignment(cells=tuple(cells), shared_costs=shared_costs),
@@ -198,8 +199,8 @@ def test_the_plans_traffic_is_what_its_ranks_send(case: Case) -> None:
         owner = case.plan.assignment.cells[index].owner
         for host in range(tp):
             wanted[owner * tp + host] += shared_bytes(case.plan.matrices[index], tp, steps, width)
-    assert exchange_sent(case.config, case.plan) == wanted
-    assert communication(case.config, case.layout, case.plan).tp_exchange_bytes == max(wanted)
+    assert exchange_sent(case.config.setup, case.plan) == wanted
+    assert communication(case.config.setup, case.layout, case.plan).tp_exchange_bytes == max(wanted)
 
 
 @given(case=cases())
@@ -208,7 +209,7 @@ def test_planned_buffers_are_the_engines_messages(case: Case) -> None:
     """The sizes are those `MatrixOptimizer` allocates: one direction's for all of an owner's groups."""
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
     directions = ((False, case.config.engine.exchange_dtype), (True, case.config.train.precision))
-    for cell, planned in enumerate(step_buffers(case.config, case.plan, 0)):
+    for cell, planned in enumerate(step_buffers(case.config.setup, case.plan, 0)):
         owner, host = divmod(cell, case.layout.tp)
         own = [group for group in case.plan.groups if group.owner == owner]
         held = 0
@@ -238,7 +239,7 @@ class _Recorder:
 @settings(max_examples=75, deadline=None)
 def test_simulated_transfers_are_those_of_the_engines_messages(case: Case) -> None:
     links, group_of = Links(cluster=case.config.cluster), Groups.of(case.layout, case.config.cluster).tp
-    simulated = UpdateModel(case.config, case.layout, case.plan.matrices, case.plan.costs)
+    simulated = UpdateModel(case.config.setup, case.layout, case.plan.matrices, case.plan.costs)
     for owner in range(case.layout.dp):
         own = [group for group in case.plan.groups if group.owner == owner]
         recorder = _Recorder()

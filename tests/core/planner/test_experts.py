@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from canzona_cli.config.resolve import fill
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.buffers import stage_weights
 from canzona_cli.core.model.matrices import Matrix
 from canzona_cli.core.model.matrices import matrices as matrices_of
@@ -20,8 +22,7 @@ from canzona_cli.core.planner.make import make_plan
 from canzona_cli.core.planner.measures import balance
 from canzona_cli.core.planner.memory import plan_memory
 from canzona_cli.core.planner.plan import Cell, Plan, PlanSettings
-from canzona_cli.core.setup import Layout, RunConfig, Splitting
-from canzona_cli.core.simulate.possible import fill
+from canzona_cli.core.setup import Layout, Splitting
 from tests.core.planner.planning import newton_schulz
 from tests.sizes import layout, run
 
@@ -59,7 +60,7 @@ def members(mesh: Layout, splitting: Splitting = "split", layers: int = 4) -> tu
 
 
 def _planned(config: RunConfig, mesh: Layout) -> tuple[tuple[Matrix, ...], tuple[float, ...]]:
-    plan = make_plan(config, mesh)
+    plan = make_plan(config.setup, mesh)
     return plan.matrices, plan.costs
 
 
@@ -93,7 +94,7 @@ def test_plans_are_complete_and_only_holders_update_an_expert(
     mesh: Layout, strategy: str, alpha: float, splitting: Splitting
 ) -> None:
     config = experts(mesh, strategy=strategy, alpha=alpha, splitting=splitting)
-    plan = make_plan(config, mesh)
+    plan = make_plan(config.setup, mesh)
     for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True):
         assert 0 <= cell.owner < mesh.owners
         assert 0 <= cell.host < mesh.tp
@@ -188,7 +189,7 @@ def test_small_stages_are_balanced_to_within_one_expert_of_the_best(tp: int, dp:
 def test_experts_make_up_for_unequal_dense_matrices() -> None:
     """Dense matrices alone leave ranks idle; experts fill them, to within one expert of the mean."""
     mesh = replace(layout(dp=16), ep=4)
-    plan = make_plan(experts(mesh), mesh)
+    plan = make_plan(experts(mesh).setup, mesh)
     loads = plan.loads(0)
     one = max(c for m, c in zip(plan.matrices, plan.costs, strict=True) if m.expert_rank is not None)
     assert max(loads) <= sum(loads) / len(loads) + one
@@ -200,7 +201,7 @@ def test_buckets_of_experts_end_where_owners_can_have_equal_shares() -> None:
     config = experts(mesh, layers=6)
     size = 192 * 256
     config = replace(config, parallel=replace(config.parallel, bucket_elements=5 * size))
-    plan = make_plan(config, mesh)
+    plan = make_plan(config.setup, mesh)
     of_first = [bucket for bucket in plan.buckets if bucket.expert_rank == 0]
     assert [bucket.elements // size for bucket in of_first[:-1]] == [8] * (len(of_first) - 1)
     assert sum(bucket.elements for bucket in of_first) == 6 * 4 * 3 * size
@@ -210,7 +211,7 @@ def test_buckets_of_experts_end_where_owners_can_have_equal_shares() -> None:
 def test_a_rank_stores_a_share_of_the_experts_whole() -> None:
     mesh = replace(layout(tp=2, pp=2, dp=4), ep=4)
     config = experts(mesh)
-    alone, divided = stage_weights(config, replace(mesh, ep=1), 0), stage_weights(config, mesh, 0)
+    alone, divided = stage_weights(config.setup, replace(mesh, ep=1), 0), stage_weights(config.setup, mesh, 0)
     every = 2 * 8 * 3 * 192 * 256
     assert alone.experts == 0
     assert divided.experts == every // 4
@@ -223,7 +224,7 @@ def test_a_rank_stores_a_share_of_the_experts_whole() -> None:
 
 def test_a_plan_with_an_expert_elsewhere_is_refused() -> None:
     mesh = replace(layout(dp=4), ep=2)
-    plan = make_plan(experts(mesh), mesh)
+    plan = make_plan(experts(mesh).setup, mesh)
     index = next(matrix.index for matrix in plan.matrices if matrix.expert_rank == 0)
     cells = list(plan.assignment.cells)
     cells[index] = Cell(owner=cells[index].owner ^ 1, host=0)
@@ -234,7 +235,7 @@ def test_a_plan_with_an_expert_elsewhere_is_refused() -> None:
 
 def test_balance_is_over_the_ranks_of_all_stages() -> None:
     mesh = replace(layout(pp=2, dp=4), ep=2)
-    plan = make_plan(experts(mesh, layers=3), mesh)
+    plan = make_plan(experts(mesh, layers=3).setup, mesh)
     found, loads = balance(plan), [*plan.loads(0), *plan.loads(1)]
     mean = sum(loads) / 8
     assert found.ranks == pytest.approx(max(loads) / mean)
@@ -246,10 +247,10 @@ def test_balance_is_over_the_ranks_of_all_stages() -> None:
 def test_memory_has_the_experts_of_a_rank_whole_and_their_state_once() -> None:
     mesh = replace(layout(tp=2, dp=4), ep=4)
     config = experts(mesh)
-    plan = make_plan(config, mesh)
-    memory = plan_memory(config, mesh, plan)
+    plan = make_plan(config.setup, mesh)
+    memory = plan_memory(config.setup, mesh, plan)
     cell = memory.worst.owner * 2 + memory.worst.host
-    weights = stage_weights(config, mesh, 0)
+    weights = stage_weights(config.setup, mesh, 0)
     held = [m.elements for m in plan.matrices if m.expert_rank == cell % 4]
     dense = [m.elements // 2 for m in plan.matrices if m.expert_rank is None]
     assert memory.parts["weights"] == 2 * (sum(held) + sum(dense) + weights.others)

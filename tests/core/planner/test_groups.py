@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.buffers import stage_weights
 from canzona_cli.core.costs.links import Groups, Links
 from canzona_cli.core.costs.sharing import SharedCost, shared_costs
@@ -17,7 +18,7 @@ from canzona_cli.core.planner.measures import balance
 from canzona_cli.core.planner.packing import HostPacker
 from canzona_cli.core.planner.pipeline import HostedPipeline, Job, planning_config
 from canzona_cli.core.planner.plan import Assignment, MicroGroup, Plan, PlanSettings
-from canzona_cli.core.setup import Layout, RunConfig, Strategy
+from canzona_cli.core.setup import Layout, Strategy
 from tests import sizes
 from tests.core.planner.planning import (
     grid,
@@ -137,7 +138,7 @@ def test_the_capacity_that_is_advised_is_enough_when_it_is_typed(rows: int, cols
 def _seconds(planned: tuple[RunConfig, Layout, Plan]) -> float:
     """Returns the seconds of the slowest owner, by the planner's clock."""
     config, mesh, plan = planned
-    pipeline, found = HostedPipeline.of(planning_config(config), mesh), 0.0
+    pipeline, found = HostedPipeline.of(planning_config(config.setup), mesh), 0.0
     jobs = {
         job.matrix.index: job for own in held_jobs(plan.matrices, plan.costs, plan.assignment).values() for job in own
     }
@@ -158,7 +159,7 @@ def test_auto_is_never_slower_than_one_mode_and_faster_with_idle_ranks(size: siz
     auto, hosted, shared = (planned_in(mode, size, tp, dp) for mode in ("auto", "hosted", "shared"))
     config, mesh, _ = auto
     # AdamW's parameters are gathered under the updates: shorter ones than that gain nothing.
-    adamw_bytes = config.train.weight_bytes * stage_weights(config, mesh, 0).others
+    adamw_bytes = config.train.weight_bytes * stage_weights(config.setup, mesh, 0).others
     gathered = Links(cluster=config.cluster).all_gather(adamw_bytes, Groups.of(mesh, config.cluster).data).seconds
     assert _seconds(auto) <= max(gathered, min(_seconds(hosted), _seconds(shared))) * 1.01
     assert balance(auto[2]).slowest_s >= auto[2].lower_bounds[0] * (1 - 1e-9)
@@ -170,8 +171,8 @@ def test_auto_is_never_slower_than_one_mode_and_faster_with_idle_ranks(size: siz
 
 def test_more_ranks_shorten_fragments_alone() -> None:
     config, mesh, plan = planned_in("shared", "32b", 8, 16)
-    two = shared_costs(config, plan.subject.optimizer, layout(tp=2, dp=16), plan.matrices)
-    eight = shared_costs(config, plan.subject.optimizer, mesh, plan.matrices)
+    two = shared_costs(config.setup, plan.subject.optimizer, layout(tp=2, dp=16), plan.matrices)
+    eight = shared_costs(config.setup, plan.subject.optimizer, mesh, plan.matrices)
     for index, share in eight.items():
         assert two[index].each > 2 * share.each
     assert {plan.matrices[index].kind for index in eight} == {"q", "proj", "gate", "up", "down"}

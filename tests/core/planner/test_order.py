@@ -28,7 +28,7 @@ def test_no_step_of_a_refresh_period_is_long(name: str, gpus: int) -> None:
     slowest rank's updates exceed theirs."""
     settings = ("cluster=h100-80g", f"optimizer={name}", *SEARCHED.get(gpus, ()))
     run = compose_run(["recipe=qwen3-32b", f"gpus={gpus}", *settings])
-    config, layout = fit.resolve(run.config)
+    config, layout = fit.resolve(run.config.setup)
     plan = make_plan(config, layout)
     found = refreshes(config, plan.matrices, plan.assignment.cells)
     assert len(found.steps_s) == 10

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from canzona_cli.config.resolve import resolve
 from canzona_cli.core.costs.buffers import bucket_elements
 from canzona_cli.core.planner.make import plan_unbounded
 from canzona_cli.core.planner.paper import balanced_cuts, even_start, paper_groups
 from canzona_cli.core.planner.pipeline import Job
 from canzona_cli.core.setup import Strategy
-from canzona_cli.core.simulate.fit import resolve
 from canzona_cli.core.simulate.predict import simulate_plan
 from tests.core.planner.planning import transformer
 from tests.sizes import Size, run
@@ -90,7 +90,7 @@ def test_groups_are_those_of_placing_the_whole_group_anew_for_every_job(rows: li
 def test_a_plan_of_the_paper_has_its_own_owners_and_groups(size: Size, gpus: int, alpha: float) -> None:
     base = run(size, gpus, strategy="paper", tp=2, pp=1)
     config, mesh = resolve(replace(base, engine=replace(base.engine, alpha=alpha)))
-    plan = plan_unbounded(config, mesh)
+    plan = plan_unbounded(config.setup, mesh)
     asked = plan.subject.settings
     assert (asked.strategy, asked.mode) == ("paper", "hosted")
     assert not plan.assignment.shared_costs
@@ -107,23 +107,23 @@ def test_a_plan_of_the_paper_has_its_own_owners_and_groups(size: Size, gpus: int
 def test_baselines_have_every_collective_and_every_size_of_bucket(strategy: Strategy) -> None:
     """Checks a run with many owners, for which rings and buckets of another size than Megatron's are faster."""
     config, mesh = resolve(run("14b", 256, strategy=strategy, tp=2, pp=1, micro_batch_size=1))
-    default = bucket_elements(config, mesh)
+    default = bucket_elements(config.setup, mesh)
     engine, parallel = replace(config.engine, reduction="reduce"), replace(config.parallel, bucket_elements=default)
     chosen, fixed = (
-        plan_unbounded(config, mesh),
-        plan_unbounded(replace(config, engine=engine, parallel=parallel), mesh),
+        plan_unbounded(config.setup, mesh),
+        plan_unbounded(replace(config, engine=engine, parallel=parallel).setup, mesh),
     )
     assert "ring" in {bucket.reduction for bucket in chosen.buckets}
     assert {(bucket.reduction, bucket.gathering) for bucket in fixed.buckets} == {("reduce", "broadcast")}
     assert len(chosen.buckets) != len(fixed.buckets)
-    free_s, fixed_s = (simulate_plan(config, mesh, plan).iteration_s for plan in (chosen, fixed))
+    free_s, fixed_s = (simulate_plan(config.setup, mesh, plan).iteration_s for plan in (chosen, fixed))
     assert free_s < 0.95 * fixed_s
 
 
 def test_groups_of_a_plan_keep_the_capacity_and_the_order() -> None:
     base = run("0.6b", 8, strategy="paper", tp=2, pp=1)
     config, mesh = resolve(replace(base, engine=replace(base.engine, c_max_mib=64.0)))
-    plan = plan_unbounded(config, mesh)
+    plan = plan_unbounded(config.setup, mesh)
     several = Counter(group.owner for group in plan.groups)
     assert min(several.values()) > 1
     for group in plan.groups:

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
+from canzona_cli.config.resolve import fill, resolve
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.sharing import SharedCost
 from canzona_cli.core.errors import ConfigError
 from canzona_cli.core.planner import make as planner
 from canzona_cli.core.planner.make import attempt, make_plan, plannable, subject
 from canzona_cli.core.planner.plan import Plan
 from canzona_cli.core.planner.plan_file import default_path, differences, find_plan, load_plan, read_plan
-from canzona_cli.core.setup import Layout, MuonConfig, RunConfig, Strategy
+from canzona_cli.core.setup import Layout, MuonConfig, Strategy
 from canzona_cli.core.simulate.compare import study_run
-from canzona_cli.core.simulate.fit import resolve
-from canzona_cli.core.simulate.possible import fill
 from tests import sizes
 from tests.cli.commands.support import ran
 from tests.refusals import refused
@@ -35,19 +35,19 @@ def resolved(size: sizes.Size = "tiny", gpus: int = 8, **settings: object) -> tu
 @pytest.fixture(scope="module")
 def planned() -> Planned:
     config, layout = resolved()
-    return config, layout, make_plan(config, layout)
+    return config, layout, make_plan(config.setup, layout)
 
 
 @pytest.fixture
 def written(planned: Planned, tmp_path: Path) -> Path:
     config, _, plan = planned
-    path = tmp_path / default_path(config, plan).name
+    path = tmp_path / default_path(config.setup, plan).name
     path.write_text(plan.to_json(about={"recipe": config.name}), encoding="utf-8")
     return path
 
 
 def refusal(path: Path, config: RunConfig, layout: Layout) -> str:
-    (problem,) = refused(load_plan, path, config, layout)
+    (problem,) = refused(load_plan, path, config.setup, layout)
     assert str(problem.value) == str(path)
     assert "canzona plan" in problem.fix
     return problem.reason
@@ -57,7 +57,7 @@ def refusal(path: Path, config: RunConfig, layout: Layout) -> str:
 @pytest.mark.parametrize("splitting", ["split", "fused", "qkv", "per_head"])
 def test_json_round_trip(strategy: str, splitting: str) -> None:
     config, layout = resolved(strategy=strategy, splitting=splitting)
-    plan = make_plan(config, layout)
+    plan = make_plan(config.setup, layout)
     again = Plan.from_content(json.loads(plan.to_json()))
     assert again == plan
     assert again.hash == plan.hash
@@ -68,13 +68,13 @@ def test_shared_matrices_are_read_as_they_were_planned_and_only_those_that_can_b
     config, layout = resolved(mode="shared")
     assert isinstance(config.optimizer, MuonConfig)
     config = replace(config, optimizer=replace(config.optimizer, form="gram"))
-    plan = make_plan(config, layout)
+    plan = make_plan(config.setup, layout)
     assert {m.kind for m, mode in zip(plan.matrices, plan.modes, strict=True) if mode == "shared"} == {
         "q", "proj", "gate", "up", "down",
     }  # fmt: skip
     path = tmp_path / "plan.json"
     path.write_text(plan.to_json(), encoding="utf-8")
-    assert load_plan(path, config, layout).assignment == plan.assignment
+    assert load_plan(path, config.setup, layout).assignment == plan.assignment
 
     for index, cost in (
         (next(m.index for m in plan.matrices if m.kind == "k"), plan.assignment.shared_costs[0]),
@@ -109,7 +109,8 @@ def test_every_process_computes_the_same_hash(planned: Planned) -> None:
     script = (
         "from tests.core.planner.test_plan import resolved\n"
         "from canzona_cli.core.planner.make import make_plan\n"
-        "print(make_plan(*resolved()).hash)"
+        "config, layout = resolved()\n"
+        "print(make_plan(config.setup, layout).hash)"
     )
     result = ran(sys.executable, "-c", script, environment={"PYTHONHASHSEED": "4711"})
     assert result.stdout.strip() == planned[2].hash
@@ -122,17 +123,17 @@ def test_layouts_of_one_mesh_share_candidates_and_get_the_plans_that_they_would_
     sliced = replace(layout, cp=2, dp=layout.dp // 2, num_microbatches=2 * layout.num_microbatches)
     for one in (layout, larger, sliced):
         run = fill(config, one)
-        shared = planner.plan_unbounded(run, one)
+        shared = planner.plan_unbounded(run.setup, one)
         most = planner._most_held(shared)
-        assert attempt(run, one, None, None) == shared
-        assert attempt(run, one, None, most) == shared
-        assert attempt(run, one, None, most - 1) != shared
+        assert attempt(run.setup, one, None, None) == shared
+        assert attempt(run.setup, one, None, most) == shared
+        assert attempt(run.setup, one, None, most - 1) != shared
 
 
 def test_the_file_of_this_very_run_is_read(planned: Planned, written: Path) -> None:
     config, layout, plan = planned
-    assert load_plan(written, config, layout) == plan
-    found = find_plan(config, layout, written.parent)
+    assert load_plan(written, config.setup, layout) == plan
+    found = find_plan(config.setup, layout, written.parent)
     assert found is not None
     assert found.path == written
 
@@ -146,7 +147,7 @@ def test_names_steps_and_data_do_not_matter_for_a_plan(planned: Planned, written
         train=replace(config.train, steps=99, seed=7),
         cluster=replace(config.cluster, node_rank=1, rdzv_endpoint="node0:1"),
     )
-    assert load_plan(written, renamed, layout) == plan
+    assert load_plan(written, renamed.setup, layout) == plan
 
 
 CHANGES: dict[str, Callable[[RunConfig], RunConfig]] = {
@@ -171,16 +172,16 @@ def test_another_run_is_refused_by_name_of_the_difference(planned: Planned, writ
     free = replace(config, train=replace(config.train, micro_batch_size=None, global_batch_size=None))
     other, layout = resolve(CHANGES[key](free))
     reason = refusal(written, other, layout)
-    had, want = plan.subject.flat()[key], subject(other, layout).flat()[key]
+    had, want = plan.subject.flat()[key], subject(other.setup, layout).flat()[key]
     assert f"{key} is {had} in the plan, {want} in this run" in reason
     assert plan.name in reason
-    assert find_plan(other, layout, written.parent) is None
+    assert find_plan(other.setup, layout, written.parent) is None
 
 
 def test_many_differences_are_summed_up(planned: Planned, written: Path) -> None:
     config, layout = resolved("8b", 64)
     reason = refusal(written, config, layout)
-    found = len(differences(planned[2].subject, subject(config, layout)))
+    found = len(differences(planned[2].subject, subject(config.setup, layout)))
     assert found > 6
     assert f"; and {found - 6} more" in reason
     assert "for a different model, layout" in reason
@@ -249,7 +250,7 @@ def test_fewer_matrices_than_ranks(tp: int, dp: int, strategy: Strategy) -> None
         parallel=replace(config.parallel, bucket_elements=200_000),
     )
     config, layout = resolve(config)
-    plan = make_plan(config, layout)
+    plan = make_plan(config.setup, layout)
     assert Plan.from_content(json.loads(plan.to_json())) == plan
     assert len(plan.matrices) == 7 < tp * dp == layout.world_size
     assert sum(load > 0 for load in plan.loads(0)) <= 7
@@ -258,28 +259,28 @@ def test_fewer_matrices_than_ranks(tp: int, dp: int, strategy: Strategy) -> None
     ranged = {part.owner for bucket in plan.buckets for part in bucket.ranges}
     assert ranged == {cell.owner for cell in plan.assignment.cells}
     assert {bucket.reduction for bucket in plan.buckets} == {"reduce"}
-    study = study_run(config, layout)
+    study = study_run(config.setup, layout)
     assert study.balance.gap <= 1
     assert study.memory.total > 0
 
 
 def test_adamw_has_nothing_to_plan() -> None:
     with pytest.raises(ConfigError, match="no matrices to plan"):
-        plannable(sizes.run("tiny", 4, strategy="adamw"))
+        plannable(sizes.run("tiny", 4, strategy="adamw").setup)
 
 
 def test_megatrons_strategies_are_planned_as_canzona_and_asc_as_itself() -> None:
     for strategy in ("sc", "layerwise"):
-        config, notes = plannable(sizes.run("tiny", 4, strategy=strategy))
+        config, notes = plannable(sizes.run("tiny", 4, strategy=strategy).setup)
         assert (config.engine.strategy, notes) == ("canzona", ())
-        _, notes = plannable(sizes.run("tiny", 4, strategy=strategy), frozenset({"engine.strategy"}))
+        _, notes = plannable(sizes.run("tiny", 4, strategy=strategy).setup, frozenset({"engine.strategy"}))
         assert strategy in notes[0]
-    assert plannable(sizes.run("tiny", 4, strategy="asc"))[0].engine.strategy == "asc"
+    assert plannable(sizes.run("tiny", 4, strategy="asc").setup)[0].engine.strategy == "asc"
 
 
 def test_a_mode_of_megatrons_muon_changes_no_plan() -> None:
     """The table has all modes anyway."""
     strategies: tuple[Strategy, ...] = ("canzona", "layerwise")
     for strategy in strategies:
-        _, notes = plannable(sizes.run("tiny", 4, strategy=strategy), frozenset({"engine.muon_tp_mode"}))
+        _, notes = plannable(sizes.run("tiny", 4, strategy=strategy).setup, frozenset({"engine.muon_tp_mode"}))
         assert [note.partition(":")[0] for note in notes] == ["engine.muon_tp_mode is ignored"]

@@ -9,23 +9,24 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.cli.views.header import describe_plan, header_rows
+from canzona_cli.config.resolve import resolve
 from canzona_cli.core.errors import ConfigError, DoesNotFit
 from canzona_cli.core.planner.make import make_plan, subject
 from canzona_cli.core.planner.plan import Assignment, Cell, Plan
 from canzona_cli.core.planner.plan_file import ObtainedPlan, default_path, first_difference, obtain_plan
-from canzona_cli.core.setup import EngineConfig, Execution, Layout, RunConfig, SoapConfig
-from canzona_cli.core.simulate.fit import resolve
+from canzona_cli.core.setup import EngineConfig, Execution, Layout, Setup, SoapConfig
+from canzona_cli.core.simulate import fit
 from tests import sizes
 from tests.refusals import refused
 
 
-def resolved(**engine: object) -> tuple[RunConfig, Layout]:
+def resolved(**engine: object) -> tuple[Setup, Layout]:
     config = sizes.run("tiny", 4, strategy="canzona", tp=2)
-    return resolve(replace(config, engine=replace(config.engine, **engine)))  # type: ignore[arg-type]
+    return fit.resolve(replace(config.setup, engine=replace(config.engine, **engine)))  # type: ignore[arg-type]
 
 
-def obtained(config: RunConfig, layout: Layout, folder: Path) -> ObtainedPlan:
-    found = obtain_plan(config, layout, folder)
+def obtained(setup: Setup, layout: Layout, folder: Path) -> ObtainedPlan:
+    found = obtain_plan(setup, layout, folder)
     assert found is not None
     return found
 
@@ -43,7 +44,7 @@ def test_megatrons_own_ways_execute_no_plan_even_if_one_is_named(strategy: str, 
     config = sizes.run("tiny", 4, strategy=strategy, tp=2)  # type: ignore[arg-type]
     config, layout = resolve(replace(config, engine=replace(config.engine, plan="absent.json")))
     assert config.execution is not Execution.PLANNED
-    assert obtain_plan(config, layout, tmp_path) is None
+    assert obtain_plan(config.setup, layout, tmp_path) is None
 
 
 @pytest.mark.parametrize("strategy", ["asc", "paper", "canzona"])
@@ -109,8 +110,9 @@ def test_what_cannot_be_planned_is_told_as_the_planner_tells_it(tmp_path: Path) 
 
 
 def test_the_header_names_the_plan_its_balance_and_its_file(written: Path, tmp_path: Path) -> None:
-    config, layout = resolved(plan=str(written))
-    found = obtained(config, layout, tmp_path)
+    config = sizes.run("tiny", 4, strategy="canzona", tp=2)
+    config, layout = resolve(replace(config, engine=replace(config.engine, plan=str(written))))
+    found = obtained(config.setup, layout, tmp_path)
     told = describe_plan(found, config)
     assert told.startswith(f"{found.plan.name}: load balance 1.")
     assert told.endswith(f"from {written}")
@@ -134,7 +136,7 @@ def test_only_engine_settings_that_shape_a_plan_change_its_hash(tmp_path: Path) 
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return make_plan(*resolve(sizes.run("tiny", 8, strategy="canzona", tp=2)))
+    return make_plan(*fit.resolve((sizes.run("tiny", 8, strategy="canzona", tp=2)).setup))
 
 
 def test_equal_plans_have_no_difference(plan: Plan) -> None:
@@ -142,7 +144,7 @@ def test_equal_plans_have_no_difference(plan: Plan) -> None:
 
 
 def test_what_plans_were_computed_from_comes_first(plan: Plan) -> None:
-    other = make_plan(*resolve(sizes.run("tiny", 4, strategy="canzona", tp=1)))
+    other = make_plan(*fit.resolve((sizes.run("tiny", 4, strategy="canzona", tp=1)).setup))
     assert first_difference(plan, other) == ("layout.tp", 2, 1)
     assert first_difference(other, plan) == ("layout.tp", 1, 2)
 

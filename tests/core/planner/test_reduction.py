@@ -34,7 +34,7 @@ MACHINE = 360e9
 
 def model(dp: int = 4, cluster: ClusterConfig = H100, grad: str = "fp32") -> ReductionModel:
     config = run("8b", dp, strategy="canzona", cluster=cluster, grad_reduce_dtype=grad)  # type: ignore[arg-type]
-    return ReductionModel(config, layout(dp=dp))
+    return ReductionModel(config.setup, layout(dp=dp))
 
 
 def bucket(sizes: Sequence[int], owners: Sequence[int] | None = None, reduction: Reduction = "reduce") -> Bucket:

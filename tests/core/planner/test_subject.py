@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import Setting, settings
 from canzona_cli.core.fields import PLAN
 from canzona_cli.core.planner.make import subject
 from canzona_cli.core.planner.plan import Subject
-from canzona_cli.core.setup import OPTIMIZERS, RunConfig
+from canzona_cli.core.setup import OPTIMIZERS
 from tests.sizes import layout
 
 OWN = ("optimizer.source=torch.optim:SGD", "optimizer.allow=[torch]")
@@ -55,7 +56,7 @@ def subject_of(config: RunConfig) -> Subject:
     parallel = config.parallel
     tp, pp, cp = parallel.tp or 1, parallel.pp or 1, parallel.cp or 1
     mesh = layout(tp=tp, pp=pp, vpp=parallel.vpp or 1, dp=config.gpus * 64 // (tp * pp * cp))
-    return subject(config, replace(mesh, cp=cp, ep=parallel.ep or 1, sequence_parallel=False))
+    return subject(config.setup, replace(mesh, cp=cp, ep=parallel.ep or 1, sequence_parallel=False))
 
 
 @pytest.mark.parametrize("setting", settings().values(), ids=lambda setting: setting.key)

@@ -8,8 +8,8 @@ import pytest
 from canzona_cli.bench.beside_megatron import MegatronComparison, compare_with_megatron
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.megatron_translation import read_megatron_run
+from canzona_cli.config.resolve import fill
 from canzona_cli.core.simulate.compare import mode_key, study_run
-from canzona_cli.core.simulate.possible import fill
 from canzona_cli.core.simulate.search import candidates
 
 SMALL = (
@@ -27,8 +27,8 @@ def beside(tmp_path: Path, flags: str) -> MegatronComparison:
     path.write_text(f"{SMALL} {flags}")
     run = read_megatron_run(str(path), ())
     config = compose_run([f"{key}={value}" for key, value in run.overrides.items()], training=False).config
-    layout = candidates(config)[0].layout
-    return compare_with_megatron(run, fill(config, layout), layout, run.command(config, ()))
+    layout = candidates(config.setup)[0].layout
+    return compare_with_megatron(run, fill(config, layout).setup, layout, run.command(config, ()))
 
 
 def test_modes_of_muon_cost_what_they_repeat(tmp_path: Path) -> None:
@@ -71,9 +71,9 @@ def test_costs_are_those_of_a_plan_of_the_command(tmp_path: Path, optimizer: str
     ours = beside(tmp_path, f"{optimizer} {TP} --muon-tp-mode duplicated {flag}")
     config = compose_run([*ours.command, *filter(None, [key])], training=False).config
     assert config.engine.splitting == "qkv", "the matrices of Megatron's Muon"
-    layout = candidates(config)[0].layout
+    layout = candidates(config.setup)[0].layout
     assert layout == ours.layout
-    study = study_run(fill(config, layout), layout)
+    study = study_run(fill(config, layout).setup, layout)
     for cost in (ours.adamw, ours.muon, ours.canzona):
         theirs = study.strategies[
             mode_key(cost.strategy, "duplicated") if cost.strategy == "layerwise" else cost.strategy

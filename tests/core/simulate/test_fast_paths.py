@@ -11,15 +11,17 @@ import torch
 from canzona_cli.bench.calibrate.compute import Group, Variant
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.profiles import list_profiles
+from canzona_cli.config.resolve import resolve
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.update import algorithm_of, form_of, seconds
 from canzona_cli.core.optimizers import muon
 from canzona_cli.core.optimizers.gram_form import gram_dtype
 from canzona_cli.core.planner.make import make_plan
 from canzona_cli.core.planner.measures import kinds
 from canzona_cli.core.planner.plan import Plan
-from canzona_cli.core.setup import ClusterConfig, FastPath, Layout, RunConfig
+from canzona_cli.core.setup import ClusterConfig, FastPath, Layout, Setup
+from canzona_cli.core.simulate import fit
 from canzona_cli.core.simulate.fast_paths import fast_paths
-from canzona_cli.core.simulate.fit import resolve
 from canzona_cli.core.simulate.predict import simulate_plan
 from tests.cuda_stand_in import DEVICE, cuda_stand_in
 
@@ -33,18 +35,18 @@ LONG = (25600, 5120)
 SUBSETS = [subset for size in range(len(PATHS) + 1) for subset in combinations(PATHS, size)]
 
 
-def resolved(*overrides: str, verified: tuple[FastPath, ...] = ()) -> tuple[RunConfig, Layout]:
+def resolved(*overrides: str, verified: tuple[FastPath, ...] = ()) -> tuple[Setup, Layout]:
     """Returns a run whose profile says what is verified, as if it was written there."""
     config = compose_run([*RUN, *overrides]).config
-    return resolve(replace(config, cluster=replace(config.cluster, verified=verified)))
+    return fit.resolve(replace(config.setup, cluster=replace(config.cluster, verified=verified)))
 
 
-def used(config: RunConfig, plan: Plan) -> Iterator[FastPath]:
+def used(setup: Setup, plan: Plan) -> Iterator[FastPath]:
     """Yields the fast paths of a plan, by its forms, its prices and its modes."""
     algorithm = plan.subject.optimizer
-    if any(kind.form == "gram" for kind in kinds(config, plan)):
+    if any(kind.form == "gram" for kind in kinds(setup, plan)):
         yield "gram"
-        if seconds(algorithm, *LONG, config.cluster) < seconds(replace(algorithm, fused=False), *LONG, config.cluster):
+        if seconds(algorithm, *LONG, setup.cluster) < seconds(replace(algorithm, fused=False), *LONG, setup.cluster):
             yield "fused"
     if algorithm.graph:
         yield "graphs"
@@ -116,7 +118,7 @@ NAMED: dict[FastPath, str] = {
 def test_what_is_asked_for_by_name_is_used_with_one_warning(path: FastPath) -> None:
     composed = compose_run([*RUN, NAMED[path]])
     config, layout = resolve(composed.config)
-    assert path in set(used(config, make_plan(config, layout)))
+    assert path in set(used(config.setup, make_plan(config.setup, layout)))
     said = [warning for warning in composed.warnings if "by name" in warning]
     assert len(said) == 1
     assert said[0].startswith(NAMED[path])
@@ -133,16 +135,15 @@ def test_several_names_are_one_warning_and_nothing_is_said_of_defaults_or_cpus()
     assert [text for text in compose_run(["recipe=tiny", "cluster.verified=[gram]"]).warnings if "verified" in text]
 
 
-def test_on_cpus_nothing_changes() -> None:
-    """A plan file for CPU ranks has the same content, and so the same hash, as before anything had to be verified."""
+def test_on_cpus_plans_have_the_fast_paths_unverified() -> None:
+    """CPU ranks need nothing verified: their plans have the fast paths, and say so."""
     config, layout = resolve(compose_run(["recipe=tiny", "gpus=4", "parallel.tp=2", "train.precision=fp32"]).config)
-    plan = make_plan(config, layout)
-    algorithm = algorithm_of(config)
+    plan = make_plan(config.setup, layout)
+    algorithm = algorithm_of(config.setup)
     assert algorithm.fused
     assert form_of(algorithm, 768, 256, config.cluster) == "gram"
     content = plan.subject.content()
-    assert "fused" not in content["optimizer"]
-    assert "verified" not in content["profile"]
+    assert content["optimizer"]["fused"] is True
     assert Plan.from_content(plan.content()) == plan
     on_gpus = make_plan(*resolved())
     assert on_gpus.subject.content()["optimizer"]["fused"] is False

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from canzona_cli.config.resolve import resolve
 from canzona_cli.core.costs.buffers import default_bucket_elements, stage_weights
 from canzona_cli.core.costs.links import Groups, Links
 from canzona_cli.core.costs.memory import GIB, estimate
@@ -12,7 +13,6 @@ from canzona_cli.core.costs.padding import align
 from canzona_cli.core.model.matrices import matrices as matrices_of
 from canzona_cli.core.planner.buckets import Parameter, stage_parameters
 from canzona_cli.core.planner.plan import Assignment, Bucket
-from canzona_cli.core.simulate.fit import resolve
 from canzona_cli.core.simulate.predict import assign_layerwise, simulate_strategy
 from tests.core.planner.planning import grid, megatrons_layout, transformer
 from tests.sizes import layout, run
@@ -62,7 +62,7 @@ def test_what_layerwise_reduces_behind_the_backward_is_megatrons_last_buckets() 
     # What completes with the first layer; the rest has 3/4 of the backward pass to hide under.
     links, group = Links(cluster=config.cluster), Groups.of(layout, config.cluster).data
     late = sum(links.reduce_scatter(4 * size, group).seconds for size in sizes[-2:])
-    found, adamw = (simulate_strategy(config, layout, name, matrices) for name in ("layerwise", "adamw"))
+    found, adamw = (simulate_strategy(config.setup, layout, name, matrices) for name in ("layerwise", "adamw"))
     assert found.phases["grad_reduce"] - adamw.phases["grad_reduce"] == pytest.approx(late, rel=0.1)
 
 
@@ -81,8 +81,8 @@ def test_layerwise_stores_a_shard_as_long_as_the_largest_parameter_for_every_ran
         stored += theirs[-1][1]
     _, buckets = assign_layerwise(matrices, mesh, default_bucket_elements(mesh.owners))
     assert sum(bucket.elements for bucket in buckets if bucket.stage == 0) == stored
-    others = stage_weights(config, mesh, mesh.pp - 1).others  # with the final norm
-    parts = estimate(config, mesh).parts
+    others = stage_weights(config.setup, mesh, mesh.pp - 1).others  # with the final norm
+    parts = estimate(config.setup, mesh).parts
     assert (parts["weights"], parts["gradients"]) == (2 * (stored + others), 4 * (stored + others))
     assert sum(parts.values()) > 1400 * GIB
 

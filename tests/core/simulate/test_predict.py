@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.resolve import resolve
 from canzona_cli.core.costs.update import algorithm_of, seconds
 from canzona_cli.core.model.matrices import matrix_shapes
 from canzona_cli.core.planner.make import make_plan
 from canzona_cli.core.setup import Splitting
-from canzona_cli.core.simulate.fit import resolve
 from canzona_cli.core.simulate.predict import predict, simulate_run
-from canzona_cli.records.breakdown import Prediction
+from canzona_cli.core.simulate.prediction import Prediction
 
 
 def _predicted(optimizer: str, splitting: Splitting) -> tuple[Prediction, float]:
@@ -20,9 +20,9 @@ def _predicted(optimizer: str, splitting: Splitting) -> tuple[Prediction, float]
     run = compose_run([*overrides, f"optimizer={optimizer}"]).config
     run = replace(run, engine=replace(run.engine, splitting=splitting))
     config, layout = resolve(run)
-    how = algorithm_of(config)
-    every = sum(seconds(how, rows, cols, config.cluster) for rows, cols in matrix_shapes(config))
-    return predict(config, layout, None), config.model.num_layers * every
+    how = algorithm_of(config.setup)
+    every = sum(seconds(how, rows, cols, config.cluster) for rows, cols in matrix_shapes(config.setup))
+    return predict(config.setup, layout, None), config.model.num_layers * every
 
 
 @pytest.mark.parametrize("splitting", ["fused", "qkv", "split", "per_head"])
@@ -45,16 +45,17 @@ def test_what_whole_steps_took_scales_predictions_and_changes_no_plan() -> None:
     measured = replace(
         config, cluster=replace(config.cluster, cores=2, crowding=1.2, step_factors={"matrix_update": 2.0})
     )
-    plan = make_plan(config, layout)
-    assert make_plan(measured, layout).hash == plan.hash
+    plan = make_plan(config.setup, layout)
+    assert make_plan(measured.setup, layout).hash == plan.hash
     slow = replace(
         config, cluster=replace(config.cluster, step_factors={"matrix_update": 2.0, "megatron/exchange": 9.0})
     )
-    one, two = predict(config, layout, plan), predict(slow, layout, plan)
+    one, two = predict(config.setup, layout, plan), predict(slow.setup, layout, plan)
     assert two.phases["matrix_update"] == pytest.approx(2 * one.phases["matrix_update"])
     assert two.phases["adamw_update"] == one.phases["adamw_update"]
     slowdown = [
-        predict(replace(config, cluster=replace(config.cluster, cores=2, crowding=c)), layout, plan) for c in (1.0, 1.2)
+        predict(replace(config, cluster=replace(config.cluster, cores=2, crowding=c)).setup, layout, plan)
+        for c in (1.0, 1.2)
     ]
     assert one.iteration_s < slowdown[0].iteration_s < slowdown[1].iteration_s <= 1.2 * slowdown[0].iteration_s + 1e-9
 
@@ -64,7 +65,7 @@ def test_megatrons_own_strategies_have_factors_of_their_own() -> None:
     config, layout = plain
     factors = {"matrix_update": 5.0, "megatron/exchange": 3.0}
     slow = replace(config, cluster=replace(config.cluster, step_factors=factors))
-    one, two = predict(config, layout, None), predict(slow, layout, None)
+    one, two = predict(config.setup, layout, None), predict(slow.setup, layout, None)
     assert two.phases["exchange"] == pytest.approx(3 * one.phases["exchange"])
     # A factor that is not Megatron's stands in where there is none.
     assert two.phases["matrix_update"] == pytest.approx(5 * one.phases["matrix_update"])
@@ -76,7 +77,7 @@ def test_who_sums_a_tied_embeddings_gradient_waits_there_for_the_other_end() -> 
     for tied in ("true", "false"):
         typed = ("recipe=tiny", "gpus=2", "parallel.pp=2", "parallel.vpp=1", "cluster.cores=2")
         config, where = resolve(compose_run([*typed, f"model.tied_embeddings={tied}"]).config)
-        found.append(predict(config, where, make_plan(config, where)).phases)
+        found.append(predict(config.setup, where, make_plan(config.setup, where)).phases)
     both, apart = found
     assert both["norm_clip"] < 0.5 * apart["norm_clip"]
     assert both["grad_reduce_total"] >= both["grad_reduce"] > apart["grad_reduce"]
@@ -89,5 +90,5 @@ def test_gradients_that_travel_are_clipped_on_their_way() -> None:
     for dtype in ("fp32", "bf16"):
         typed = ["recipe=8b", "gpus=4", "parallel.tp=2", "parallel.pp=1", f"engine.exchange_dtype={dtype}"]
         config, where = resolve(compose_run([*typed, "train.recompute=full", "cluster.memory_gib=1000"]).config)
-        found.append(simulate_run(config, where, make_plan(config, where)).phases["norm_clip"])
+        found.append(simulate_run(config.setup, where, make_plan(config.setup, where)).phases["norm_clip"])
     assert 2.0 < found[1] / found[0] < 3.0

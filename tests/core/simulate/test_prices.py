@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.resolve import resolve
 from canzona_cli.core.costs.links import Transfer
 from canzona_cli.core.costs.model import StageTime, stage_time, units_taken
 from canzona_cli.core.costs.modules import QK_NORM_PASSES, Module, slowest_gpu_factor
@@ -16,7 +17,6 @@ from canzona_cli.core.planner.chunks import Chunk
 from canzona_cli.core.planner.make import make_plan
 from canzona_cli.core.setup import Execution
 from canzona_cli.core.setup.execution import splitting_of
-from canzona_cli.core.simulate.fit import resolve
 from canzona_cli.core.simulate.iteration import IterationTimeline, StageWork
 from canzona_cli.core.simulate.predict import simulate_run
 from tests.sizes import CPU, H100, layout, run
@@ -92,7 +92,7 @@ def test_norms_of_queries_and_keys_cost_only_models_that_have_them() -> None:
 
 
 def test_an_eager_update_of_megatrons_takes_at_least_the_launches_of_its_kernels() -> None:
-    how, launches_s = algorithm_of(run("0.6b", 8)), 39 * 5e-6
+    how, launches_s = algorithm_of(run("0.6b", 8).setup), 39 * 5e-6
     assert seconds(how, 128, 1024, H100, "megatron") == pytest.approx(launches_s)
     assert seconds(how, 5120, 25600, H100, "megatron") > 10 * launches_s
     quick_cpu = replace(CPU, bf16_tflops=1e3, memory_gb_per_s=1e6, launch_us=5.0)
@@ -110,11 +110,11 @@ def test_launches_are_hidden_under_kernels_in_every_strategy_alike(strategy: str
     config, mesh = resolve(
         compose_run([*settings, *eager, *small, f"engine.strategy={strategy}"], training=False).config
     )
-    members = matrices(config.model, mesh, splitting_of(config))
-    times = update_times(config, members)
+    members = matrices(config.model, mesh, splitting_of(config.setup))
+    times = update_times(config.setup, members)
     device_s, host_s = (sum(part) for part in zip(*times, strict=True))
     planned = config.execution is Execution.PLANNED
-    result = simulate_run(config, mesh, make_plan(config, mesh) if planned else None)
+    result = simulate_run(config.setup, mesh, make_plan(config.setup, mesh) if planned else None)
     # The engine reads two bf16 weights and writes one, in order not to wait for the check of finite values.
     selected_s = 6 * sum(matrix.elements for matrix in members) / memory_rate(config.cluster) if planned else 0.0
     assert result.phases["matrix_update"] == pytest.approx(max(device_s, host_s) + selected_s, rel=1e-6)
@@ -126,4 +126,4 @@ def test_collectives_take_units_for_each_network_port_they_use() -> None:
     cluster = replace(H100, collective_units=0.12)
     for tp, cells, share in ((1, 16, 1.0), (4, 16, 2 / 8), (8, 16, 1 / 8), (1, 8, 1.0)):
         config = run("8b", tp * cells, cluster=cluster)
-        assert units_taken(config, layout(tp=tp, dp=cells)) == pytest.approx(0.12 * share)
+        assert units_taken(config.setup, layout(tp=tp, dp=cells)) == pytest.approx(0.12 * share)

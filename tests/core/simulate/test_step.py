@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.buffers import bucket_elements
 from canzona_cli.core.costs.links import Transfer
 from canzona_cli.core.costs.model import StageTime, passes, stage_time
@@ -25,7 +26,7 @@ from canzona_cli.core.planner.groups import Grouping
 from canzona_cli.core.planner.make import plan_unbounded
 from canzona_cli.core.planner.pipeline import HostedPipeline
 from canzona_cli.core.planner.plan import PlanSettings
-from canzona_cli.core.setup import ClusterConfig, Layout, Precision, RunConfig, SoapConfig, Splitting, Strategy
+from canzona_cli.core.setup import ClusterConfig, Layout, Precision, Setup, SoapConfig, Splitting, Strategy
 from canzona_cli.core.setup.execution import AnyStrategy
 from canzona_cli.core.simulate import step as simulate_module
 from canzona_cli.core.simulate.iteration import IterationTimeline, StageWork
@@ -47,9 +48,9 @@ STANDARD_RATE = 700e12
 
 def inputs(
     config: RunConfig, mesh: Layout, strategy: AnyStrategy, *, by_flops: bool = False, splitting: Splitting = "split"
-) -> tuple[RunConfig, Layout, Workload]:
+) -> tuple[Setup, Layout, Workload]:
     """The whole way from shapes, with costs from the profile, or of fused weights from FLOPs at `STANDARD_RATE`."""
-    how = algorithm_of(config)
+    how = algorithm_of(config.setup)
     members = matrices(config.model, mesh, "fused" if by_flops else splitting)
     plain = replace(how, form="standard")
     costs = [
@@ -57,18 +58,18 @@ def inputs(
         for m in members
     ]
     if strategy == "canzona" or strategy == "asc":
-        return config, mesh, planned_workload(config, mesh, strategy, members, costs)
+        return config.setup, mesh, planned_workload(config, mesh, strategy, members, costs)
     workload = Workload(strategy=strategy, matrices=members, costs=costs)
     if strategy == "layerwise":
-        assignment, found = assign_layerwise(members, mesh, bucket_elements(config, mesh))
+        assignment, found = assign_layerwise(members, mesh, bucket_elements(config.setup, mesh))
         workload = replace(workload, assignment=assignment, buckets=found)
-    return config, mesh, workload
+    return config.setup, mesh, workload
 
 
 def planned_workload(
     config: RunConfig, mesh: Layout, strategy: Strategy, members: Sequence[Matrix], costs: Sequence[float]
 ) -> Workload:
-    wanted, limit = PlanSettings(strategy=strategy), bucket_elements(config, mesh)
+    wanted, limit = PlanSettings(strategy=strategy), bucket_elements(config.setup, mesh)
     assignment = assign(members, costs, mesh, wanted, bucket_elements=limit)
     return Workload(
         strategy=strategy,
@@ -76,7 +77,7 @@ def planned_workload(
         costs=costs,
         assignment=assignment,
         buckets=buckets(members, assignment, mesh, wanted, limit),
-        groups=Grouping(members, costs, wanted, HostedPipeline.of(config, mesh)).micro_groups(assignment),
+        groups=Grouping(members, costs, wanted, HostedPipeline.of(config.setup, mesh)).micro_groups(assignment),
     )
 
 
@@ -137,7 +138,7 @@ def test_one_rank_takes_its_products_and_nothing_else() -> None:
         assert result.phases["forward"] == pytest.approx(3 * stage.forward_s)
         assert result.phases["backward"] == pytest.approx(3 * stage.backward_s)
         members = matrices(config.model, mesh, "split")
-        updates = sum(seconds(algorithm_of(config), m.rows, m.cols, ONLY_PRODUCTS) for m in members)
+        updates = sum(seconds(algorithm_of(config.setup), m.rows, m.cols, ONLY_PRODUCTS) for m in members)
         assert result.phases["matrix_update"] == pytest.approx(updates)
         assert result.iteration_s == pytest.approx(3 * (stage.forward_s + stage.backward_s) + updates)
 
@@ -220,7 +221,7 @@ def test_a_plans_owners_are_numbered_so_that_reductions_overlap(monkeypatch: pyt
     def planned() -> StrategyResult:
         make._unbounded.cache_clear()
         make._unbounded_attempts.cache_clear()
-        return simulate_plan(config, mesh, plan_unbounded(config, mesh))
+        return simulate_plan(config.setup, mesh, plan_unbounded(config.setup, mesh))
 
     numbered = planned()
     with monkeypatch.context() as patched:
@@ -342,7 +343,7 @@ def test_megatrons_strategies_gather_ahead_if_the_pipeline_is_interleaved(monkey
 
 def test_the_first_gathering_of_32b_is_hidden() -> None:
     config = config_of("32b", mesh := layout(tp=8, dp=32, count=2, micro=4))
-    found = simulate_plan(config, mesh, plan_unbounded(config, mesh))
+    found = simulate_plan(config.setup, mesh, plan_unbounded(config.setup, mesh))
     assert found.phases["param_gather"] == 0.0 < found.phases["param_gather_total"]
 
 
@@ -351,10 +352,10 @@ def test_a_step_with_refreshes_lasts_as_long_as_the_slowest_ranks_of_a_period_do
     base = config_of("32b", mesh := layout(tp=1, dp=256, count=2, micro=1))
     optimizer = SoapConfig(name="soap", lr=base.optimizer.lr)
     config = replace(base, optimizer=optimizer)
-    plan = plan_unbounded(config, mesh)
-    found = refreshes(config, plan.matrices, plan.assignment.cells)
+    plan = plan_unbounded(config.setup, mesh)
+    found = refreshes(config.setup, plan.matrices, plan.assignment.cells)
     assert found.mean_s >= found.most_s
-    assert simulate_plan(config, mesh, plan).phases["matrix_update"] == pytest.approx(found.mean_s, rel=0.01)
+    assert simulate_plan(config.setup, mesh, plan).phases["matrix_update"] == pytest.approx(found.mean_s, rel=0.01)
 
 
 def test_a_tied_embeddings_gradient_is_summed_once_both_ends_have_it() -> None:
@@ -426,7 +427,7 @@ def test_stages_take_as_long_without_their_lists_of_modules(mesh: Layout) -> Non
     others = (replace(mesh, micro_batch_size=2), replace(mesh, recompute="full"), replace(mesh, cp=2))
     for one in (mesh, *others, replace(mesh, sequence_parallel=False)):
         stages = [stage_time(config, one, stage) for stage in range(one.pp)]
-        for found, stage in zip(passes(config, one), stages, strict=True):
+        for found, stage in zip(passes(config.setup, one), stages, strict=True):
             assert found == [pytest.approx(one, rel=1e-12) for one in stage.passes]
 
 
@@ -511,17 +512,17 @@ def test_padding_is_paid_for() -> None:
 def test_padding_is_set_to_zero_with_the_gradients_around_it() -> None:
     """Buffers of twice the elements take a pass over the further ones; where transfers are free, nothing else."""
     mesh = layout(dp=4, count=2)
-    config, _, workload = inputs(config_of("0.6b", mesh, FREE), mesh, "canzona")
+    setup, _, workload = inputs(config_of("0.6b", mesh, FREE), mesh, "canzona")
     padded = [
         replace(bucket, elements=2 * bucket.elements, padding=bucket.padding + bucket.elements)
         for bucket in workload.buckets
     ]
     longer_s = (
-        simulate(config, mesh, replace(workload, buckets=padded)).iteration_s
-        - simulate(config, mesh, workload).iteration_s
+        simulate(setup, mesh, replace(workload, buckets=padded)).iteration_s
+        - simulate(setup, mesh, workload).iteration_s
     )
     elements = sum(bucket.elements for bucket in workload.buckets)
-    assert longer_s == pytest.approx(elements * 4 / memory_rate(config.cluster))
+    assert longer_s == pytest.approx(elements * 4 / memory_rate(setup.cluster))
 
 
 def test_matrices_of_another_model_find_a_module() -> None:
@@ -532,7 +533,7 @@ def test_matrices_of_another_model_find_a_module() -> None:
         replace(base, index=n, name=f"layers.{n}.x", kind="other", layer=n, rows=512, cols=512, shard_dim=None, unit=n)
         for n in range(28)
     ]
-    result = simulate(config, mesh, planned_workload(config, mesh, "canzona", members, [1e-3] * len(members)))
+    result = simulate(config.setup, mesh, planned_workload(config, mesh, "canzona", members, [1e-3] * len(members)))
     taken_s = 14 * 512 * 512 * 3 * 2 / memory_rate(config.cluster)
     assert result.phases["matrix_update"] == pytest.approx(14e-3 + 5e-6 + taken_s), (
         "the launch, and to take its weights"

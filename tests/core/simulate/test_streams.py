@@ -43,7 +43,7 @@ def test_a_rank_waits_for_its_last_backward_message_once_it_sends_the_next() -> 
 def test_a_rank_without_matrices_updates_adamws_parameters_on_shared_cores_too(mesh: Layout) -> None:
     """It takes as long as on a device of its own, with a core for everything; and every rank counts AdamW once."""
     config = run("tiny", mesh.world_size, strategy="canzona")
-    plan = plan_unbounded(config, mesh)
+    plan = plan_unbounded(config.setup, mesh)
     workload = Workload(
         strategy="canzona",
         matrices=plan.matrices,
@@ -52,8 +52,8 @@ def test_a_rank_without_matrices_updates_adamws_parameters_on_shared_cores_too(m
         buckets=plan.buckets,
         groups=plan.groups,
     )
-    alone, _ = UpdatePhase(config, mesh, workload, cores=None).run(None)
-    shared, _ = UpdatePhase(config, mesh, workload, cores=1e6).run([[]])
+    alone, _ = UpdatePhase(config.setup, mesh, workload, cores=None).run(None)
+    shared, _ = UpdatePhase(config.setup, mesh, workload, cores=1e6).run([[]])
     idle = [cell for cell in shared if not cell.team.groups]
     assert idle
     assert all(cell.seconds == pytest.approx(alone[0].adamw_s) for cell in idle)
@@ -82,7 +82,7 @@ def test_four_ranks_on_one_core_update_four_times_as_long_with_experts_too() -> 
 
     def updating(cores: int) -> dict[str, float]:
         settings = ("recipe=qwen3-moe-tiny", "gpus=4", "parallel.tp=2", "parallel.pp=1", "parallel.ep=2", "cluster=cpu")
-        studied = study_run(*fit.resolve(compose_run([*settings, f"cluster.cores={cores}"]).config))
+        studied = study_run(*fit.resolve(compose_run([*settings, f"cluster.cores={cores}"]).config.setup))
         return {name: ran.result.phases.get("matrix_update", 0.0) for name, ran in studied.strategies.items()}
 
     shared, alone = updating(1), updating(4)

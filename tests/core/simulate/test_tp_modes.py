@@ -6,11 +6,13 @@ from typing import get_args
 import pytest
 
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.resolve import resolve
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.memory import estimate
-from canzona_cli.core.setup import MuonTpMode, RunConfig
+from canzona_cli.core.setup import MuonTpMode
 from canzona_cli.core.setup.execution import RELEASED_TP_MODES, with_strategy, with_tp_mode
+from canzona_cli.core.simulate import fit
 from canzona_cli.core.simulate.compare import Study, mode_key, study_run
-from canzona_cli.core.simulate.fit import resolve
 from canzona_cli.core.simulate.predict import simulate_run, simulate_strategy
 from canzona_cli.core.simulate.search import fastest_with
 
@@ -30,7 +32,7 @@ def config_of(case: str) -> RunConfig:
 
 @cache
 def study_of(case: str) -> Study:
-    return study_run(*resolve(config_of(case)))
+    return study_run(*fit.resolve((config_of(case)).setup))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -49,7 +51,7 @@ def test_a_mode_in_a_study_is_a_run_with_this_setting(case: str, mode: MuonTpMod
     """Although the study simulates forward and backward once. The run has Megatron's matrices, with gate and up in
     one."""
     study = study_of(case)
-    run = with_tp_mode(with_strategy(study.config, "layerwise"), mode)
+    run = with_tp_mode(with_strategy(study.setup, "layerwise"), mode)
     found = simulate_run(run, study.layout, None)
     assert found != simulate_strategy(run, study.layout, "layerwise", study.plan.matrices)
     assert found == study.result(key(mode))
@@ -79,18 +81,18 @@ def test_experts_that_are_whole_on_a_rank_take_longer_in_distributed() -> None:
 def test_one_tp_rank_and_other_optimizers_have_no_modes() -> None:
     tiny = ["recipe=tiny", "gpus=2"]
     for settings in (["parallel.tp=1"], ["parallel.tp=2", "optimizer=soap"]):
-        study = study_run(*resolve(compose_run([*tiny, *settings], training=False).config))
+        study = study_run(*fit.resolve((compose_run([*tiny, *settings], training=False).config).setup))
         assert study.shown_strategies == tuple(name for name in study.strategies if "/" not in name)
         assert {strategy.tp_mode for strategy in study.strategies.values()} == {None}
 
 
 def test_the_fastest_layout_of_a_baseline_is_searched_in_every_mode() -> None:
     config, layout = resolve(config_of("8b, tp 8"))
-    best = fastest_with(config_of("8b, tp 8"), "layerwise", layout)
+    best = fastest_with(config_of("8b, tp 8").setup, "layerwise", layout)
     assert best is not None
     assert best.tp_mode == "distributed"
     times = {
-        mode: simulate_run(with_tp_mode(with_strategy(config, "layerwise"), mode), layout, None).iteration_s
+        mode: simulate_run(with_tp_mode(with_strategy(config.setup, "layerwise"), mode), layout, None).iteration_s
         for mode in RELEASED_TP_MODES
     }
     assert best.iteration_s <= times["distributed"] < times["duplicated"]

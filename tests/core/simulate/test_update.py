@@ -6,12 +6,13 @@ from typing import Literal
 
 import pytest
 
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.sharing import SharedCost, shared_bytes, shared_exchanges
 from canzona_cli.core.costs.tp_modes import homes
 from canzona_cli.core.costs.update import RULES
 from canzona_cli.core.model.matrices import Matrix
 from canzona_cli.core.planner.plan import Assignment, Cell, MicroGroup
-from canzona_cli.core.setup import ClusterConfig, MuonTpMode, RunConfig
+from canzona_cli.core.setup import ClusterConfig, MuonTpMode
 from canzona_cli.core.simulate.update import RankUpdate, UpdateModel
 from tests import sizes
 from tests.sizes import H100, layout, run
@@ -42,7 +43,7 @@ def hosted(
     """Matrices of one owner."""
     matrices = [matrix(index, shard_dim) for index in range(len(costs))]
     config = config or run("8b", tp, strategy="canzona", cluster=cluster)
-    return UpdateModel(config, layout(tp=tp), matrices, costs).hosted(
+    return UpdateModel(config.setup, layout(tp=tp), matrices, costs).hosted(
         [MicroGroup(stage=0, owner=0, index=n, matrices=members) for n, members in enumerate(groups)],
         Assignment(cells=tuple(Cell(owner=0, host=host) for host in hosts)),
         norm_s,
@@ -102,7 +103,9 @@ def test_of_two_shared_matrices_one_is_updated_while_the_other_travels(count: in
     """An odd one waits for what its next part needs, 6 of 11 gathers and the all-to-alls; and all wait for everything
     where there is nothing to do meanwhile."""
     parts, matrices = len(shared_exchanges(5)) + 1, [matrix(index) for index in range(count)]
-    model = UpdateModel(run("8b", 2, strategy="canzona", cluster=NO_COPIES), layout(tp=2), matrices, [1.0] * count)
+    model = UpdateModel(
+        run("8b", 2, strategy="canzona", cluster=NO_COPIES).setup, layout(tp=2), matrices, [1.0] * count
+    )
     travels = shared_bytes(matrices[0], 2, 5, 2) / BYTES
     for cost, waited in ((1.0, alone * 8 / 13), (0.0, count)):
         shared_costs = {index: SharedCost(fragment=(cost,) * parts) for index in range(count)}
@@ -166,7 +169,9 @@ def test_a_matrix_every_rank_holds_whole_only_sends_weights() -> None:
 
 def test_duplicated_updates_gather_in_fp32_and_hide_nothing() -> None:
     costs = [0.5, 0.25]
-    model = UpdateModel(run("8b", 8, cluster=NO_COPIES), layout(tp=8), [matrix(0), matrix(1, shard_dim=None)], costs)
+    model = UpdateModel(
+        run("8b", 8, cluster=NO_COPIES).setup, layout(tp=8), [matrix(0), matrix(1, shard_dim=None)], costs
+    )
     update = model.unplanned([0, 1])[0]
     assert update.matrix_update_s == pytest.approx(0.75)
     # A matrix that every rank holds whole need not be gathered.
@@ -175,7 +180,9 @@ def test_duplicated_updates_gather_in_fp32_and_hide_nothing() -> None:
 
 
 def test_a_duplicated_update_does_its_elementwise_part_on_its_fragment_only() -> None:
-    model = UpdateModel(run("8b", 8, cluster=replace(FREE, memory_gb_per_s=1000.0)), layout(tp=8), [matrix(0)], [0.5])
+    model = UpdateModel(
+        run("8b", 8, cluster=replace(FREE, memory_gb_per_s=1000.0)).setup, layout(tp=8), [matrix(0)], [0.5]
+    )
     saved = 7 / 8 * SIDE * SIDE * (RULES["muon"].fragment_bytes + 2) / (0.72 * 1e12)
     assert model.unplanned([0])[0].matrix_update_s == pytest.approx(0.5 - saved)
 
@@ -190,7 +197,7 @@ def test_distributed_updates_wait_for_a_square_in_every_step() -> None:
     tp, m, n, rate = 4, SIDE, 4 * SIDE, 4e11
     slow = replace(NO_COPIES, matmul_tflops=((1, rate / 1e12),))
     cut = sizes.matrix(0, n, m, 0)
-    (update,) = UpdateModel(in_mode("distributed", tp, slow), layout(tp=tp), [cut], [1.0]).unplanned([0])
+    (update,) = UpdateModel(in_mode("distributed", tp, slow).setup, layout(tp=tp), [cut], [1.0]).unplanned([0])
     assert update.matrix_update_s == pytest.approx(5 * (4 * m * m * n / tp + 2 * m**3) / rate, rel=1e-4)
     # A ring moves each square twice, all but one rank's part. The norm is one fp32 number.
     assert update.exchange_s == pytest.approx((5 * 2 * m * m + 4) * 2 * (tp - 1) / tp / BYTES)
@@ -202,7 +209,7 @@ def test_a_matrix_cut_along_its_short_side_has_squares_of_its_long_side() -> Non
     tp, m, n, rate = 4, SIDE, 4 * SIDE, 4e11
     slow = replace(NO_COPIES, matmul_tflops=((1, rate / 1e12),))
     (update,) = UpdateModel(
-        in_mode("distributed", tp, slow), layout(tp=tp), [sizes.matrix(0, m, n, 0)], [1.0]
+        in_mode("distributed", tp, slow).setup, layout(tp=tp), [sizes.matrix(0, m, n, 0)], [1.0]
     ).unplanned([0])
     assert update.matrix_update_s == pytest.approx(5 * (4 * n * n * m / tp + 2 * n**3) / rate, rel=1e-4)
     assert update.matrix_update_s > 5 * (4 * m * m * n + 2 * m**3) / rate
@@ -213,7 +220,7 @@ def test_a_home_updates_whole_matrices_between_two_exchanges() -> None:
     """Longest first: rank 0 is the home of one square and of the half, rank 1 of the other square. Rank 1 sends rank 0
     more than it gets; nothing overlaps."""
     matrices = [matrix(0), matrix(1, shard_dim=1), sizes.matrix(2, SIDE // 2, SIDE, 0)]
-    model = UpdateModel(in_mode("layer_sharded", 2, NO_COPIES), layout(tp=2), matrices, [0.5, 0.25, 0.125])
+    model = UpdateModel(in_mode("layer_sharded", 2, NO_COPIES).setup, layout(tp=2), matrices, [0.5, 0.25, 0.125])
     one, other = model.unplanned([2, 1, 0])
     assert (one.matrix_update_s, other.matrix_update_s) == pytest.approx((0.25 + 0.125, 0.5), abs=1e-6)
     each_way = 4 * (SIDE * SIDE + SIDE * SIDE / 2) / 2 / BYTES
@@ -231,7 +238,7 @@ def test_matrices_of_one_weight_have_one_home() -> None:
 
 
 def test_homes_of_experts_update_them_while_other_matrices_travel() -> None:
-    model = UpdateModel(in_mode("layer_sharded", 2, NO_COPIES), layout(tp=2), [matrix(0)], [0.0])
+    model = UpdateModel(in_mode("layer_sharded", 2, NO_COPIES).setup, layout(tp=2), [matrix(0)], [0.0])
     each_way = 4 * SIDE * SIDE / 2 / BYTES
     for update in model.unplanned([0], [2 * each_way, each_way / 2]):
         assert update.seconds == pytest.approx(2 * each_way, rel=1e-2)

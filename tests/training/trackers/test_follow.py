@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.config.compose import dump_resolved
-from canzona_cli.core.setup import TrackerName
+from canzona_cli.config.schema import TrackerName
 from canzona_cli.launch import processes
 from canzona_cli.launch.processes import run_trackers
 from canzona_cli.records.codec import load_if_valid, save

@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.profiles import profile_warnings
+from canzona_cli.config.resolve import resolve
 from canzona_cli.core.costs import gpus, machine
 from canzona_cli.core.costs.gpus import GpuInfo
 from canzona_cli.core.costs.machine import (
@@ -29,7 +30,6 @@ from canzona_cli.core.costs.machine import (
     torch_cuda,
 )
 from canzona_cli.core.errors import EnvironmentProblem, Problem
-from canzona_cli.core.simulate.fit import resolve
 from canzona_cli.launch import doctor, preflight
 from tests.faults.support import LAYOUT, run_config
 
@@ -161,7 +161,7 @@ def test_the_doctor_knows_what_an_older_torch_lacks(monkeypatch: pytest.MonkeyPa
 def test_a_transformer_engine_is_one_that_megatron_was_written_for(
     monkeypatch: pytest.MonkeyPatch, installed: str | None, named: str | None
 ) -> None:
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     [asked] = map(Requirement, project["optional-dependencies"]["te"])
     monkeypatch.setattr(machine, "requirement", lambda package: asked)
     monkeypatch.setattr(machine, "installed_version", lambda package: installed)
