@@ -1,4 +1,4 @@
-"""Checks that the settings of a run work together. `config.layout_rules` checks which sizes must divide
+"""Checks that the settings of a run work together. `setup.layout_rules` checks which sizes must divide
 which, and `config.unused` finds settings that have no effect."""
 
 import os

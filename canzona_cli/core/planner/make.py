@@ -206,7 +206,7 @@ def plan_of_run(setup: Setup, layout: Layout) -> Plan | None:
 
 
 def make_plan(setup: Setup, layout: Layout, shapes: ModelShapes | None = None) -> Plan:
-    """Makes the plan of a resolved run (see `cluster.fit.resolve`), the same on every rank and node.
+    """Makes the plan of a resolved run (see `simulate.fit.resolve`), the same on every rank and node.
 
     The last 8 plans are cached, because the search for a layout has already made the plan of the chosen
     layout.
@@ -284,7 +284,7 @@ def plan_unbounded(setup: Setup, layout: Layout, shapes: ModelShapes | None = No
 
 
 def _reusable(setup: Setup, layout: Layout) -> tuple[Setup, Layout]:
-    """Returns the run without its layout settings and what `cluster.possible.fill` completes, and the layout with one
+    """Returns the run without its layout settings and what `simulate.possible.fill` completes, and the layout with one
     micro-batch, as arguments of cached functions: the results do not depend on the rest."""
     open_parallel = replace(setup.parallel, tp=None, pp=None, vpp=None, cp=None, ep=None, sequence_parallel=None)
     open_train = replace(setup.train, micro_batch_size=None, global_batch_size=None, recompute=None)

@@ -55,7 +55,7 @@ def uneven_problems(key: str, parts: int, counts: Collection[tuple[int, str]]) -
 
 def layout_problems(setup: Setup) -> list[Problem]:
     """Returns the problems with the parallelism, the machines and the batch of a run. Some problems lack the
-    value of their setting, which `settings.with_own_values` fills in."""
+    value of their setting, which `problems.with_own_values` fills in."""
     return [*_parallelism_problems(setup), *_machine_problems(setup), *_batch_problems(setup)]
 
 

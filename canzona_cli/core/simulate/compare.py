@@ -259,7 +259,7 @@ def study_run(
     """Plans a run and simulates the plan and its alternatives.
 
     Args:
-        config: the resolved configuration (`cluster.fit.resolve`), with a strategy that has a plan
+        setup: the resolved setup (`simulate.fit.resolve`), with a strategy that has a plan
             (`planner.make.plannable`).
         layout: the resolved layout.
         compare: `form` to plan the run also with Muon's other forms. The strategies are

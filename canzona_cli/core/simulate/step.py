@@ -45,7 +45,7 @@ from canzona_cli.core.simulate.update_phase import CellUpdate, UpdatePhase
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyResult:
-    """The simulated iteration of one strategy, by phase of the breakdown (`run.phases`)."""
+    """The simulated iteration of one strategy, by phase of the breakdown (`core.phases`)."""
 
     strategy: AnyStrategy
     iteration_s: float
