@@ -72,7 +72,7 @@ def any_fits(setup: Setup) -> bool:
 EQUAL_WITHIN = 1e-5
 """The relative difference up to which two step times are treated as equal."""
 
-MARGIN = 1.005
+MARGIN = 1.007
 """The factor by which all remaining estimates must exceed the slowest of the best simulated steps before the
 search stops. Estimates of layouts that are nearly the fastest hardly ever exceed simulations by more."""
 MARGIN_WITH_EXPERTS = 1.012
