@@ -29,7 +29,7 @@ LAYERS = (
     ("core.model", "core.host", "core.phases"),
     ("core.setup",),
     ("core.optimizers",),
-    ("core.reading",),
+    ("core.reading", "core.writing"),
     ("core.errors", "core.fields"),
 )
 """Top to bottom. An import goes down, or sideways without return."""

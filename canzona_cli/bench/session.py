@@ -21,6 +21,7 @@ from canzona_cli.core.costs.sharing import mode_warnings
 from canzona_cli.core.errors import Problem, collect_problems, refuse, write_error
 from canzona_cli.core.host import cores
 from canzona_cli.core.setup.execution import AnyStrategy, has_tp_modes
+from canzona_cli.core.writing import write_text_atomic
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.launch import preflight
 from canzona_cli.launch.resume import next_free
@@ -28,7 +29,7 @@ from canzona_cli.launch.run_dir import check_free
 from canzona_cli.launch.supervisor import run_ranks
 from canzona_cli.launch.view import TrainView
 from canzona_cli.records.corpus import PreparedCorpus
-from canzona_cli.records.files import RunFiles, write_text_atomic
+from canzona_cli.records.files import RunFiles
 from canzona_cli.records.records import Note, StageEvent, StepMetrics
 from canzona_cli.records.words import plural
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from canzona_cli.bench.results import Measured
 from canzona_cli.core.reading import parse
-from canzona_cli.records.files import RunFiles, write_json_atomic, write_text_atomic
+from canzona_cli.core.writing import write_text_atomic
+from canzona_cli.records.files import RunFiles, write_json_atomic
 from canzona_cli.records.statistics import OverRanks, by_phase, load_balance, mean_phases
 
 _UPDATING: tuple[str, ...] = ("exchange", "matrix_update", "adamw_update")

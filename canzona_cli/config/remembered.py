@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
@@ -14,6 +13,7 @@ from canzona_cli.core import errors
 from canzona_cli.core.reading import Damaged, Unreadable, parse, read_plain
 from canzona_cli.core.setup import Setup
 from canzona_cli.core.simulate.search import LayoutSearch
+from canzona_cli.core.writing import write_text_atomic
 
 MAX_FILES: Final = 500
 """The maximum number of search results in the cache folder; older results are deleted."""
@@ -48,9 +48,7 @@ class RememberedLayouts:
         file = self.file(setup, count)
         with suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = file.with_suffix(f".{os.getpid()}")
-            unfinished.write_text(json.dumps(asdict(result)), encoding="utf-8")
-            unfinished.replace(file)
+            write_text_atomic(file, json.dumps(asdict(result)))
             files = sorted(file.parent.glob("*.json"), key=lambda other: other.stat().st_mtime)
             for old in files[:-MAX_FILES]:
                 old.unlink(missing_ok=True)

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.core.fields import Affects, Example, Range
+from canzona_cli.core.fields import Affects, Example, Range, affects_of
 from canzona_cli.core.setup import OPTIMIZERS
 
 Kind = Literal["integer", "number", "boolean", "text", "choice", "list", "mapping", "other"]
@@ -162,7 +162,7 @@ def _settings_of(owner: type, prefix: str) -> Iterator[Setting]:
             default=None if default is MISSING else default,
             range=next((mark for mark in marks if isinstance(mark, Range)), Range()),
             help=next((mark for mark in marks if isinstance(mark, str)), ""),
-            affects=next((mark for mark in marks if isinstance(mark, Affects)), getattr(owner, "AFFECTS", None)),
+            affects=affects_of(owner, hints[field.name]),
             example=next((mark.value for mark in marks if isinstance(mark, Example)), ""),
         )
 

@@ -32,18 +32,12 @@ Describe = Callable[["Caller"], tuple[Setup, Layout, Sequence[str]]]
 
 
 class Engine:
-    """canzona's engine for a training loop on Megatron-core: call `wrap` in place of
-    `DistributedDataParallel(...)`, and `optimizer` in place of `get_megatron_optimizer(...)`.
-
-    The engine is experimental: it supports dense decoders (`GPTModel` with gated feed-forward layers) and
-    raises `Unsupported` for all other models, with the reason and the fix. It has only been run on CPUs, with
-    gloo.
+    """The engine in a training loop that is not canzona's. `canzona_cli.Engine` is this engine, and describes the loop
+    by settings as on the command line.
 
     Args:
-        optimizer_config: Megatron's configuration, with `optimizer="muon"`. Its settings for Muon, AdamW,
-            clipping and schedules apply.
-        describe: Returns the setup and layout of the loop's objects, and warnings. `canzona_cli.Engine` composes them
-            from settings as on the command line.
+        optimizer_config: Megatron's configuration, with `optimizer="muon"`.
+        describe: Returns the setup and layout of the loop's objects, and warnings.
         groups: The loop's process groups; None for the groups of `megatron.core.parallel_state`.
     """
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from enum import Flag, auto
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, get_type_hints
 
 if TYPE_CHECKING:
@@ -43,17 +44,18 @@ OPTIMIZER = Affects.OPTIMIZER
 PLAN = Affects.PLAN
 
 
+@cache
 def affecting(effect: Affects, section: type) -> tuple[str, ...]:
     """Returns the names of a section's settings whose changes have this effect, in the order of the schema."""
     hints = get_type_hints(section, include_extras=True)
-    return tuple(field.name for field in fields(section) if effect in affects(section, hints[field.name]))
+    effects = {field.name: affects_of(section, hints[field.name]) for field in fields(section)}
+    return tuple(name for name, affects in effects.items() if affects is not None and effect in affects)
 
 
-def affects(section: type, hint: object) -> Affects:
-    """Returns the effects of changing the setting of a section that has this type hint."""
-    marks = getattr(hint, "__metadata__", ())
-    own = next((mark for mark in marks if isinstance(mark, Affects)), None)
-    return getattr(section, "AFFECTS", NOTHING) if own is None else own
+def affects_of(section: type, hint: object) -> Affects | None:
+    """Returns the effects of changing the setting of a section that has this type hint; None if neither says so."""
+    own = (mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Affects))
+    return next(own, getattr(section, "AFFECTS", None))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import CanzonaError, ConfigError, Problem, collect_problems, refuse
 from canzona_cli.core.reading import expanded
 from canzona_cli.core.setup.problems import problem_with
+from canzona_cli.core.writing import write_text_atomic
 from canzona_cli.data.build import BuildSettings, Progress, build_pair, disk_problem
 from canzona_cli.data.indexed import PairInfo, bin_path, inspect_pair
 from canzona_cli.data.locks import exclusive_lock, lock_path
@@ -30,7 +31,6 @@ from canzona_cli.data.tokenizers import (
     tokenizer_file,
 )
 from canzona_cli.records.corpus import PreparedCorpus, PreparedSet
-from canzona_cli.records.files import write_text_atomic
 
 NO_VALIDATION = "train.eval_interval=0 data.validation_fraction=0"
 """The settings of a run that holds no documents out."""

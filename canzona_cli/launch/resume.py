@@ -21,9 +21,10 @@ from canzona_cli.core.model.families import family_problems
 from canzona_cli.core.reading import Unreadable, expanded, read_plain
 from canzona_cli.core.setup import Layout
 from canzona_cli.core.setup.problems import problem_with
+from canzona_cli.core.writing import write_text_atomic
 from canzona_cli.records.codec import load_if_valid, read_lines
 from canzona_cli.records.corpus import DataPlan, samples_needed
-from canzona_cli.records.files import RunFiles, json_object, write_text_atomic
+from canzona_cli.records.files import RunFiles, json_object
 from canzona_cli.records.records import ResumePoint, RunResult, ValidationLoss, read_layout
 from canzona_cli.records.words import layout_words
 

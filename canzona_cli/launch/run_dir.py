@@ -34,6 +34,7 @@ from canzona_cli.core.setup import Layout
 from canzona_cli.core.setup.problems import problem_with
 from canzona_cli.core.simulate.predict import predict
 from canzona_cli.core.simulate.prediction import Prediction
+from canzona_cli.core.writing import write_text_atomic
 from canzona_cli.launch.outcome import failed_outcome
 from canzona_cli.launch.resume import Resumption, choose_resumption, holds_run, next_free, resume_point, set_aside
 from canzona_cli.launch.stop import early_stop_outcome
@@ -41,7 +42,7 @@ from canzona_cli.launch.torchrun import LaunchCommand
 from canzona_cli.launch.view import EarlierSteps
 from canzona_cli.records.codec import read_lines, save
 from canzona_cli.records.corpus import PreparedCorpus
-from canzona_cli.records.files import RunFiles, write_json_atomic, write_text_atomic
+from canzona_cli.records.files import RunFiles, write_json_atomic
 from canzona_cli.records.records import StepMetrics, ValidationLoss
 
 _PACKAGES = ("canzona", "torch", "megatron-core", "emerging-optimizers", "transformer-engine", "numpy", "tokenizers")

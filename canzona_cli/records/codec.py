@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from canzona_cli.core.errors import ConfigError, Problem
 from canzona_cli.core.reading import Absent, Damaged, Unreadable, other_version, parse, parse_json, read_plain
-from canzona_cli.records.files import json_object, write_json_atomic, write_text_atomic
+from canzona_cli.core.writing import write_text_atomic
+from canzona_cli.records.files import json_object, write_json_atomic
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -8,13 +8,13 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, Literal
+from typing import Literal
 
 from canzona_cli.core.reading import Unreadable, parse_json, read_plain
+from canzona_cli.core.writing import NOT_UTF8, write_text_atomic
 from canzona_cli.records.words import json_text, jsonable
 
 StopReason = Literal["interrupted", "preempted"]
-_NOT_UTF8: Final = "backslashreplace"
 
 
 def sweep_root(root: Path | str, name: str) -> Path:
@@ -125,28 +125,6 @@ class RunFiles:
         return max(logs, key=lambda log: log.stat().st_mtime, default=None)
 
 
-def write_text_atomic(path: Path, text: str) -> None:
-    """Writes `text` to `path` atomically: the text is on disk before the file gets its name.
-
-    Other users can read the file if the umask allows it, but never write it. Characters that are not valid in
-    UTF-8 are written as escapes.
-
-    Raises:
-        OSError: the file cannot be written; no temporary file is left behind.
-    """
-    temporary = path.with_name(f".{path.name}.{os.urandom(6).hex()}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)  # exclusive: no link is followed
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8", errors=_NOT_UTF8) as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
 def sync_folder(folder: Path) -> None:
     """Flushes a folder's entries to disk.
 
@@ -188,7 +166,7 @@ def write_json_or_overwrite(path: Path, value: Mapping[str, object]) -> None:
 
 
 def _json_line(value: Mapping[str, object]) -> bytes:
-    return (json.dumps(jsonable(value), ensure_ascii=False, allow_nan=False) + "\n").encode(errors=_NOT_UTF8)
+    return (json.dumps(jsonable(value), ensure_ascii=False, allow_nan=False) + "\n").encode(errors=NOT_UTF8)
 
 
 def append_json_line(path: Path, value: Mapping[str, object]) -> None:

@@ -10,17 +10,11 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.core.errors import CanzonaError, ConfigError, EnvironmentProblem
+from canzona_cli.core.writing import write_text_atomic
 from canzona_cli.launch import torchrun
 from canzona_cli.launch.run_dir import RunDirectory, check_free, describe_environment, unsafe_place
 from canzona_cli.records.corpus import read_corpus
-from canzona_cli.records.files import (
-    RunFiles,
-    append_json_line,
-    read_json,
-    try_append_json_line,
-    write_json_atomic,
-    write_text_atomic,
-)
+from canzona_cli.records.files import RunFiles, append_json_line, read_json, try_append_json_line, write_json_atomic
 from tests.faults.support import LAYOUT, run_config
 from tests.records.runs import CORPUS
 from tests.refusals import refused

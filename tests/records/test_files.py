@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from canzona_cli.core.writing import write_text_atomic
 from canzona_cli.launch.view import Monitor, TrainView
 from canzona_cli.records.codec import JsonLines
-from canzona_cli.records.files import RunFiles, append_json_line, read_json, write_json_atomic, write_text_atomic
+from canzona_cli.records.files import RunFiles, append_json_line, read_json, write_json_atomic
 from canzona_cli.records.records import Note, RunStatus, StageEvent, StepMetrics, ValidationLoss
 from canzona_cli.records.summary import events_of
 

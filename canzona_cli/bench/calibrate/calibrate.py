@@ -43,11 +43,12 @@ from canzona_cli.core.errors import CanzonaError, ConfigError, ExitCode, Problem
 from canzona_cli.core.host import cores
 from canzona_cli.core.setup import ClusterConfig, Layout
 from canzona_cli.core.setup.execution import AnyStrategy
+from canzona_cli.core.writing import write_text_atomic
 from canzona_cli.launch import preflight, torchrun
 from canzona_cli.launch.outcome import Outcome
 from canzona_cli.launch.supervisor import Supervision
 from canzona_cli.launch.view import TrainView
-from canzona_cli.records.files import RunFiles, write_json_atomic, write_text_atomic
+from canzona_cli.records.files import RunFiles, write_json_atomic
 
 WORKER_MODULE = "canzona_cli.bench.calibrate.worker"
 NOISE = 0.2

@@ -38,7 +38,8 @@ from canzona_cli.core.errors import ConfigError, Problem
 from canzona_cli.core.model.families import family_of
 from canzona_cli.core.model.geometry import unit_shape
 from canzona_cli.core.reading import Unreadable, read_plain
-from canzona_cli.records.files import RunFiles, sync_folder, write_json_atomic, write_text_atomic
+from canzona_cli.core.writing import write_text_atomic
+from canzona_cli.records.files import RunFiles, sync_folder, write_json_atomic
 
 PIECE_BYTES: Final = 8 << 20
 """The maximum size of the part of a tensor that is in memory at a time, in bytes of fp32."""

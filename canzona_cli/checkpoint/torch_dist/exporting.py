@@ -32,7 +32,8 @@ from canzona_cli.checkpoint.torch_dist.names import Kind, Parameter, parameters,
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.engine.stored_state import SHARDING
 from canzona_cli.core.errors import ConfigError, Problem
-from canzona_cli.records.files import sync_folder, write_json_atomic, write_text_atomic
+from canzona_cli.core.writing import write_text_atomic
+from canzona_cli.records.files import sync_folder, write_json_atomic
 
 _FILE: Final = "__0_0.distcp"
 _OBJECTS: Final = ("self_attention.core_attention", "self_attention.linear_qkv", "self_attention.linear_proj")

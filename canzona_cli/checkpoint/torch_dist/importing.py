@@ -30,7 +30,8 @@ from canzona_cli.core.errors import CheckpointInvalid, Problem, refuse
 from canzona_cli.core.model.geometry import unit_shape
 from canzona_cli.core.optimizers.facts import MOMENTS
 from canzona_cli.core.setup.problems import value_of
-from canzona_cli.records.files import RunFiles, write_text_atomic
+from canzona_cli.core.writing import write_text_atomic
+from canzona_cli.records.files import RunFiles
 
 _JOB_ARGUMENTS: Final = (
     *("use_checkpoint_args", "perform_rl_step", "yaml_cfg", "fp16", "fp8", "fp4", "use_megatron_fsdp", "decoupled_lr"),

@@ -14,7 +14,7 @@ from typer.models import ArgumentInfo
 
 from canzona_cli.config.completion import complete_override
 from canzona_cli.core.errors import write_error
-from canzona_cli.records.files import write_text_atomic
+from canzona_cli.core.writing import write_text_atomic
 from canzona_cli.records.words import json_text
 
 if TYPE_CHECKING:

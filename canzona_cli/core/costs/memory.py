@@ -58,11 +58,6 @@ class Memory:
     def fits(self) -> bool:
         return self.total <= self.capacity
 
-    @property
-    def leaves_headroom(self) -> bool:
-        """True if the run fits and leaves the headroom free."""
-        return self.total <= self.capacity - self.headroom
-
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate(Memory):

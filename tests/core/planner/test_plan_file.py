@@ -136,7 +136,7 @@ def test_only_engine_settings_that_shape_a_plan_change_its_hash(tmp_path: Path) 
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return make_plan(*fit.resolve((sizes.run("tiny", 8, strategy="canzona", tp=2)).setup))
+    return make_plan(*fit.resolve(sizes.run("tiny", 8, strategy="canzona", tp=2).setup))
 
 
 def test_equal_plans_have_no_difference(plan: Plan) -> None:
@@ -144,7 +144,7 @@ def test_equal_plans_have_no_difference(plan: Plan) -> None:
 
 
 def test_what_plans_were_computed_from_comes_first(plan: Plan) -> None:
-    other = make_plan(*fit.resolve((sizes.run("tiny", 4, strategy="canzona", tp=1)).setup))
+    other = make_plan(*fit.resolve(sizes.run("tiny", 4, strategy="canzona", tp=1).setup))
     assert first_difference(plan, other) == ("layout.tp", 2, 1)
     assert first_difference(other, plan) == ("layout.tp", 1, 2)
 

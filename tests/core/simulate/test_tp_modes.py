@@ -32,7 +32,7 @@ def config_of(case: str) -> RunConfig:
 
 @cache
 def study_of(case: str) -> Study:
-    return study_run(*fit.resolve((config_of(case)).setup))
+    return study_run(*fit.resolve(config_of(case).setup))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -81,7 +81,7 @@ def test_experts_that_are_whole_on_a_rank_take_longer_in_distributed() -> None:
 def test_one_tp_rank_and_other_optimizers_have_no_modes() -> None:
     tiny = ["recipe=tiny", "gpus=2"]
     for settings in (["parallel.tp=1"], ["parallel.tp=2", "optimizer=soap"]):
-        study = study_run(*fit.resolve((compose_run([*tiny, *settings], training=False).config).setup))
+        study = study_run(*fit.resolve(compose_run([*tiny, *settings], training=False).config.setup))
         assert study.shown_strategies == tuple(name for name in study.strategies if "/" not in name)
         assert {strategy.tp_mode for strategy in study.strategies.values()} == {None}
 

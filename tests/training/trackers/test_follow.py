@@ -13,10 +13,11 @@ import pytest
 
 from canzona_cli.config.compose import dump_resolved
 from canzona_cli.config.schema import TrackerName
+from canzona_cli.core.writing import write_text_atomic
 from canzona_cli.launch import processes
 from canzona_cli.launch.processes import run_trackers
 from canzona_cli.records.codec import load_if_valid, save
-from canzona_cli.records.files import RunFiles, append_json_line, write_text_atomic
+from canzona_cli.records.files import RunFiles, append_json_line
 from canzona_cli.records.records import Incident, RunResult, TrackerState
 from canzona_cli.records.summary import events_of
 from canzona_cli.training.trackers import follow
