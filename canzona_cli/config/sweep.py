@@ -70,6 +70,12 @@ def combinations(arguments: Sequence[str]) -> tuple[Combination, ...]:
     return tuple(_with_unique_names(runs))
 
 
+def is_sweep(argument: str) -> bool:
+    """Returns True if an argument gives a setting several values, listed or not."""
+    problems: list[Problem] = []
+    return bool(_expand(argument, problems) or problems)
+
+
 def _expand(argument: str, problems: list[Problem]) -> tuple[str, ...]:
     """Returns the overrides to which a sweep expands; empty if the argument is not a sweep or cannot be
     expanded. Adds problems with the sweep to `problems`."""
