@@ -268,14 +268,19 @@ def describe_bad_losses(ranks: Sequence[int]) -> str:
     return f"the loss is not finite on rank{'s' if len(ranks) > 1 else ''} {named}"
 
 
+TEMPERATURE = 0.8
+"""The temperature of sample texts: the most likely tokens alone soon repeat themselves."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
     """A writer of sample texts, in which the model in training continues a fixed prompt. Works with any
     layout.
 
     Every token takes a forward pass over the complete sequence, without a cache, in the schedule that
-    validations use. Sampling is deterministic and does not change the state of training. All ranks make the
-    same passes and collectives in the same order, and agree on each token before they compute the next.
+    validations use. Samples of the same model are equal in every layout, up to rounding, and sampling does not change
+    the state of training. All ranks make the same passes and collectives in the same order, and agree on each token
+    before they compute the next.
     """
 
     tokenizer: Tokenizer
@@ -288,7 +293,7 @@ class Sampler:
         """Returns the model's continuation of the prompt, the same on every rank. Collective."""
         start: list[int] = self.tokenizer.encode_batch([self.prompt.encode()])[0].tolist()
         end = self.tokenizer.eod
-        return self.tokenizer.decode(greedy_continuation(model, start or [end], tokens=self.tokens, end=end))
+        return self.tokenizer.decode(continuation(model, start or [end], tokens=self.tokens, end=end))
 
 
 def sampler_of(config: RunConfig, corpus: PreparedCorpus) -> Sampler | None:
@@ -300,9 +305,9 @@ def sampler_of(config: RunConfig, corpus: PreparedCorpus) -> Sampler | None:
 
 
 @torch.no_grad()
-def greedy_continuation(model: Model, prompt: Sequence[int], *, tokens: int, end: int) -> list[int]:
-    """Returns the greedy continuation of the prompt, in which each token is the most likely token after all
-    tokens before it. Of equally likely tokens, the token with the lowest id is chosen. Collective.
+def continuation(model: Model, prompt: Sequence[int], *, tokens: int, end: int) -> list[int]:
+    """Returns a continuation of the prompt, in which each token is sampled at `TEMPERATURE`, with noise that depends
+    only on its position. Collective.
 
     Args:
         prompt: At least one token, and fewer than `train.seq_length`.
@@ -328,9 +333,10 @@ def greedy_continuation(model: Model, prompt: Sequence[int], *, tokens: int, end
 
 
 def _next_token(model: Model, sequence: torch.Tensor, position: int) -> int:
-    """Returns the most likely token after `position`, the same on every rank. Collective.
+    """Returns the token after `position`, the same on every rank. Collective.
 
-    Attention is causal, so the tokens after `position` do not matter.
+    The largest sum of a logit, divided by the temperature, and Gumbel noise is a sample of the softmax, and needs no
+    softmax over the ranks that share the vocabulary. Attention is causal, so the tokens after `position` do not matter.
 
     Args:
         sequence: token ids, `[1, seq]`.
@@ -339,13 +345,16 @@ def _next_token(model: Model, sequence: torch.Tensor, position: int) -> int:
     batch = {"tokens": sequence, "position_ids": torch.arange(sequence.size(1), device=world.device)[None]}
     if world.layout.cp > 1:
         batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=world.groups.cp)
-    # Every rank contributes a logit and a token id; ranks without this position's logits contribute -inf.
+    # Every rank contributes a noisy logit and a token id; ranks without this position's logits contribute -inf.
     no_token = torch.iinfo(torch.int64).max
     logit = torch.full((1,), -torch.inf, device=world.device)
     token = torch.full((1,), no_token, device=world.device)
     for logits in _logits(model, batch):
         logits_here = logits[batch["position_ids"] == position].float().nan_to_num(nan=-torch.inf)
         if len(logits_here):  # `[1, vocab / tp]`
+            vocabulary = logits_here.size(1) * world.layout.tp
+            noise = gumbel_noise(position, vocabulary).tensor_split(world.layout.tp)[world.tp_rank]
+            logits_here = logits_here / TEMPERATURE + noise.to(world.device)
             logit = logits_here.amax(dim=1)
             token = logits_here.argmax(dim=1) + world.tp_rank * logits_here.size(1)
     best_logit = logit.clone()
@@ -354,6 +363,12 @@ def _next_token(model: Model, sequence: torch.Tensor, position: int) -> int:
     torch.distributed.all_reduce(token, torch.distributed.ReduceOp.MIN)
     [token_id] = model.timer.read(token)
     return int(token_id)
+
+
+def gumbel_noise(position: int, vocabulary: int) -> torch.Tensor:
+    """Returns Gumbel noise, `[vocab]`, for the token after `position`; padding of the vocabulary does not change it."""
+    uniform = torch.rand(vocabulary, dtype=torch.float64, generator=torch.Generator().manual_seed(position))
+    return -torch.log(-torch.log(uniform.clamp(min=1e-300))).float()
 
 
 def _logits(model: Model, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ from canzona_cli.core.megatron.parallel import World
 from canzona_cli.data.tokenizers import ByteTokenizer
 from canzona_cli.training.assemble import assemble
 from canzona_cli.training.data import BatchStream
-from canzona_cli.training.step import greedy_continuation, train_step
+from canzona_cli.training.step import TEMPERATURE, continuation, gumbel_noise, train_step
 from tests.dist import jobs, whole
 from tests.dist.jobs import SMALL, on_ranks, planned
 from tests.dist.ranks import run_ranks
@@ -32,7 +32,7 @@ FIXED = (
     f"train.steps={STEPS}",
     # Ten times the usual weights and a small rate: what is written does not repeat itself, and stays far from ties.
     "model.init_std=0.2",
-    "optimizer.lr=1e-3",
+    "optimizer.lr=3e-3",
 )
 LAYOUTS = {
     "one rank": ("gpus=1",),
@@ -91,8 +91,8 @@ def _found(where: str) -> Found:
         batches = BatchStream(samples, world)
         for step in range(STEPS + 1):
             if looks:
-                written.append(greedy_continuation(trainee, PROMPT, tokens=TOKENS, end=-1))
-                ended = ended or greedy_continuation(trainee, PROMPT, tokens=TOKENS, end=written[0][4])
+                written.append(continuation(trainee, PROMPT, tokens=TOKENS, end=-1))
+                ended = ended or continuation(trainee, PROMPT, tokens=TOKENS, end=written[0][4])
             if step < STEPS:
                 losses.append(train_step(trainee, batches).loss)
         finish_gathering(trainee)
@@ -127,11 +127,21 @@ def test_all_ranks_write_what_hugging_face_writes_with_the_same_weights(where: s
             ids = torch.tensor([PROMPT])
             with torch.no_grad():
                 for _ in range(ROOM):
-                    best = reference(input_ids=ids).logits[0, -1].argmax()
+                    logits = reference(input_ids=ids).logits[0, -1]
+                    best = (logits / TEMPERATURE + gumbel_noise(ids.size(1) - 1, len(logits))).argmax()
                     ids = torch.cat([ids, best.view(1, 1)], dim=1)
             return ids[0, len(PROMPT) :].tolist()
 
         assert run_ranks(1, theirs) == [text]
+
+
+def test_noise_draws_tokens_with_the_softmax_of_their_logits_however_the_vocabulary_is_padded() -> None:
+    logits, positions = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0]), 4000
+    noise = [gumbel_noise(position, 64) for position in range(positions)]
+    assert all(torch.equal(each[:5], gumbel_noise(position, 5)) for position, each in enumerate(noise))
+    drawn = (logits / TEMPERATURE + torch.stack(noise)[:, :5]).argmax(dim=1).bincount(minlength=5) / positions
+    likely = (logits / TEMPERATURE).softmax(dim=0)
+    assert ((drawn - likely).abs() < 5 * (likely * (1 - likely) / positions).sqrt()).all(), "five standard errors"
 
 
 @pytest.mark.parametrize("where", EVERYWHERE)
