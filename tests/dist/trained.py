@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from canzona_cli.config.schema import RunConfig
+from canzona_cli.core.costs.update import algorithm_of
 from canzona_cli.core.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.core.engine.wire import Fragments
 from canzona_cli.core.megatron.model import Trainee
@@ -19,11 +20,12 @@ from canzona_cli.core.megatron.parallel import World
 from canzona_cli.core.model.matrices import Matrix
 from canzona_cli.core.optimizers.facts import Form
 from canzona_cli.core.optimizers.muon import Muon
+from canzona_cli.core.optimizers.normuon import NorMuon
 from canzona_cli.core.optimizers.shampoo import Shampoo
 from canzona_cli.core.optimizers.shared_muon import SharedMuon
 from canzona_cli.core.optimizers.shared_rows import FragmentGroup, Shape, Turns
 from canzona_cli.core.optimizers.soap import SOAP
-from canzona_cli.core.setup import Layout, MuonConfig, ShampooConfig, SoapConfig
+from canzona_cli.core.setup import Layout, MuonConfig, NorMuonConfig, ShampooConfig, SoapConfig
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step
@@ -244,6 +246,8 @@ def replay(trained: Trained, config: RunConfig) -> Weights:
 def ordinary(config: RunConfig, params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """The run's optimizer of whole matrices, as a single process would make it."""
     o = config.optimizer
+    if isinstance(o, NorMuonConfig):
+        return NorMuon(params, o.lr, weight_decay=o.weight_decay, precision=config.train.precision)
     if isinstance(o, MuonConfig):
         form: Form = "gram" if o.form == "gram" else "standard"
         return Muon(params, o.lr, weight_decay=o.weight_decay, precision=config.train.precision, form=form)
@@ -257,7 +261,8 @@ def ordinary(config: RunConfig, params: list[torch.nn.Parameter]) -> torch.optim
     return Shampoo(
         params, o.lr, weight_decay=o.weight_decay, betas=(o.beta1, o.beta2), eps=o.eps, shampoo_beta=o.shampoo_beta,
         shampoo_eps=o.shampoo_eps, precondition_frequency=o.precondition_frequency,
-        max_preconditioner_dim=o.max_preconditioner_dim, grafting=o.grafting, spread=o.stagger,
+        max_preconditioner_dim=o.max_preconditioner_dim, grafting=o.grafting, roots=algorithm_of(config.setup).roots,
+        spread=o.stagger,
     )  # fmt: skip
 
 
