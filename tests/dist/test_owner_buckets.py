@@ -208,23 +208,6 @@ def test_reduction_runs_under_the_backward_pass() -> None:
             assert max(alive) == most, one
 
 
-def test_in_the_first_step_a_reduction_may_be_asked_for_twice() -> None:
-    """Megatron's finish_grad_sync starts every reduction of the first step, also one that somebody started before."""
-
-    def work(one: Case, config: RunConfig, world: World, plan: Plan) -> int:
-        ddp = wrap(config, world, plan)
-        for group in matrix_groups([ddp]):
-            group.buckets[0].grad_data.fill_(3.0)
-            group.start_grad_sync()
-            group.finish_grad_sync()
-            for part in group.owned:
-                assert (group.buckets[0].grad_data[part.start : part.end] == 3.0).all(), one
-        return len(matrix_groups([ddp]))
-
-    for ranks in _each([Case(settings=("gpus=2",), reduction=way) for way in WAYS], work):
-        assert min(ranks) > 0
-
-
 @pytest.mark.parametrize("settings", [("gpus=2",), ("gpus=4", "parallel.pp=2", "parallel.vpp=2", "model.num_layers=4")])
 def test_a_step_starts_gathering_what_the_forward_needs_first(settings: tuple[str, ...]) -> None:
     """AdamW's of the first model chunk, under the updates; then matrices, and what later chunks have of AdamW's."""
