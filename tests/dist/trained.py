@@ -4,7 +4,7 @@ Samples are numbered, and a step takes the same ones in every layout with the sa
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,10 +25,11 @@ from canzona_cli.core.optimizers.shampoo import Shampoo
 from canzona_cli.core.optimizers.shared_muon import SharedMuon
 from canzona_cli.core.optimizers.shared_rows import FragmentGroup, Shape, Turns
 from canzona_cli.core.optimizers.soap import SOAP
-from canzona_cli.core.setup import Layout, MuonConfig, NorMuonConfig, ShampooConfig, SoapConfig
+from canzona_cli.core.setup import Layout, MuonConfig, NorMuonConfig, Setup, ShampooConfig, SoapConfig
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from canzona_cli.training.data import BatchStream
-from canzona_cli.training.step import train_step
+from canzona_cli.training.routing import Routing
+from canzona_cli.training.step import StepResult, train_step
 from tests.dist.jobs import SMALL, on_ranks, planned
 from tests.dist.samples import RandomTokens, samples_of
 from tests.dist.synthetic import exact_muon, farther, finish_gathering
@@ -99,10 +100,14 @@ class Trained:
     losses: list[float]
     grad_norms: list[float]
     gradients: list[Weights]
-    """The matrices' gradients at each step, as the optimizer received them: whole and clipped. Recorded under canzona
-    and asc with splitting=split; else empty."""
+    """The matrices' gradients at each step, as the optimizer received them: whole and clipped. Recorded of dense models
+    under canzona and asc with splitting=split; else empty."""
     shared: frozenset[str]
     """Matrices that TP groups updated together."""
+    routing: list[Routing]
+    """The routing of each step; empty for dense models."""
+    kept: list[object]
+    """The results of `look`, by rank."""
     fallbacks: int
     """Updates that were not finite, or needed a fallback, but for those of the last step."""
 
@@ -123,15 +128,26 @@ class _Rank:
 
     before: Part
     after: Part
-    facts: list[tuple[float, float, int]]
-    """Each step's loss, gradient norm and fallbacks."""
+    facts: list[StepResult]
+    kept: object
     recorded: _Recorded
     fragments: _Recorded
     """The fragments of shared matrices, as whole matrices that are 0 elsewhere."""
 
 
-def run_trainings(runs: Sequence[tuple[RunConfig, Layout, int]]) -> list[Trained]:
+def run_trainings(
+    runs: Sequence[tuple[RunConfig, Layout, int]],
+    *,
+    read: Callable[[Setup, int], RandomTokens] = samples_of,
+    prepare: Callable[[int, Trainee], object] = lambda number, trainee: None,
+    look: Callable[[Trainee], object] = lambda trainee: None,
+) -> list[Trained]:
     """Train runs that are cut over ranks alike on the same ranks, through our optimizer, schedule and loop.
+
+    Args:
+        read: makes the samples that a run trains on.
+        prepare: called with the number of each run before its first step.
+        look: called after each run's last step.
 
     Raises:
         AssertionError: ranks disagree about what they should all know.
@@ -142,14 +158,17 @@ def run_trainings(runs: Sequence[tuple[RunConfig, Layout, int]]) -> list[Trained
         config, layout, steps = runs[number]
         trainee = assemble_trainee(config, world, plans[number])
         before = part_of(trainee.chunks, world)
-        batches = BatchStream(samples(config, layout, steps), world)
+        prepare(number, trainee)
+        batches = BatchStream(read(config.setup, steps * layout.global_batch_size), world)
         recorded, fragments = _record_gradients(trainee), _record_fragments(trainee)
         found = [train_step(trainee, batches) for _ in range(steps)]
+        kept = look(trainee)
         finish_gathering(trainee)
         return _Rank(
             before=before,
             after=part_of(trainee.chunks, world),
-            facts=[(step.loss, step.grad_norm, step.fallbacks) for step in found],
+            facts=found,
+            kept=kept,
             recorded=dict(recorded),
             fragments=dict(fragments),
         )
@@ -171,21 +190,27 @@ def _trained(ranks: list[_Rank], config: RunConfig, steps: int) -> Trained:
     return Trained(
         before=assemble([rank.before for rank in ranks], config.model),
         after=assemble([rank.after for rank in ranks], config.model),
-        losses=[loss for loss, _, _ in facts],
-        grad_norms=[norm for _, norm, _ in facts],
+        losses=[step.loss for step in facts],
+        grad_norms=[step.grad_norm for step in facts],
         gradients=[
             {name: torch.from_numpy(values[step]) for name, values in recorded.items()} for step in range(steps)
         ],
         shared=shared,
-        fallbacks=sum(fallbacks for _, _, fallbacks in facts),
+        routing=[step.routing for step in facts if step.routing is not None],
+        kept=[rank.kept for rank in ranks],
+        fallbacks=sum(step.fallbacks for step in facts),
     )
+
+
+def _records(setup: Setup) -> bool:
+    return setup.engine.splitting == "split" and not setup.model.num_experts
 
 
 def _record_gradients(trainee: Trainee) -> _Recorded:
     """Records the gradient of each step to come, by matrix hosted on this rank."""
     recorded: _Recorded = defaultdict(list)
     optimizer = trainee.optimizer
-    if not isinstance(optimizer, CanzonaOptimizer) or trainee.setup.engine.splitting != "split":
+    if not isinstance(optimizer, CanzonaOptimizer) or not _records(trainee.setup):
         return recorded
 
     def keep(name: str, master: torch.nn.Parameter, *_: object) -> None:
@@ -210,7 +235,7 @@ def _record_fragments(trainee: Trainee) -> _Recorded:
     recorded: _Recorded = defaultdict(list)
     optimizer, world = trainee.optimizer, trainee.world
     held = optimizer.matrices.fragments if isinstance(optimizer, CanzonaOptimizer) else []
-    if not held or trainee.setup.engine.splitting != "split":
+    if not held or not _records(trainee.setup):
         return recorded
     form, places = held[0].optimizer, Fragments(trainee.setup.model, world.layout.tp, world.tp_rank, {})
     assert isinstance(form, SharedMuon)
