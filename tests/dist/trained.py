@@ -28,8 +28,7 @@ from canzona_cli.core.optimizers.soap import SOAP
 from canzona_cli.core.setup import Layout, MuonConfig, NorMuonConfig, Setup, ShampooConfig, SoapConfig
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from canzona_cli.training.data import BatchStream
-from canzona_cli.training.routing import Routing
-from canzona_cli.training.step import StepResult, train_step
+from canzona_cli.training.step import Routing, StepResult, train_step
 from tests.dist.jobs import SMALL, on_ranks, planned
 from tests.dist.samples import RandomTokens, samples_of
 from tests.dist.synthetic import exact_muon, farther, finish_gathering
