@@ -187,27 +187,6 @@ def test_a_disk_too_full_for_checkpoints_does_not_hold_training_up(tmp_path: Pat
     assert len(lines(files.metrics)) == 7
 
 
-@pytest.mark.sweep  # tests/training/test_records.py has the journal alone
-def test_metrics_that_cannot_be_written_for_a_while_are_counted(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-
-    def obstruct(rank: int, step: int, batch: Batch) -> Batch:
-        if (rank, step) == (0, 3):
-            RunFiles(run).metrics.rename(run / "before")
-            RunFiles(run).metrics.mkdir()
-        if (rank, step) == (0, 6):
-            RunFiles(run).metrics.rmdir()
-            (run / "before").rename(RunFiles(run).metrics)
-        return batch
-
-    outcome = forked_run(run, *TWO, "train.steps=8", "checkpoint.at_end=false", spoil=obstruct)
-    assert (outcome.status, outcome.message) == ("done", "could not write 3 lines of metrics.jsonl")
-    assert [line["step"] for line in lines(RunFiles(run).metrics)] == [1, 2, 6, 7, 8]
-    told = [str(line["detail"]) for line in lines(RunFiles(run).events) if line["event"] == "writer"]
-    assert ["cannot be written" in said for said in told] == [True, False]
-    assert "3 lines were lost" in told[1]
-
-
 @pytest.mark.sweep  # tests/attacks/test_endings.py has a launcher that cannot print
 def test_a_disk_that_becomes_full_under_the_launcher(tmp_path: Path) -> None:
     """Ctrl-C still stops the ranks after a whole step, and the exit code tells what result.json cannot."""
