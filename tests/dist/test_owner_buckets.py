@@ -120,6 +120,7 @@ CASES: dict[str, Case] = {
     "owner, reduce": Case(settings=("gpus=2",), reduction="reduce"),
     "contiguous, ring": Case(settings=("gpus=2", "engine=paper"), reduction="ring"),
     "not overlapped": Case(settings=("gpus=2", "parallel.overlap_grad_reduce=false"), reduction="ring"),
+    "padded": Case(settings=("gpus=2", "model.hidden_size=36", "model.ffn_hidden_size=108"), reduction="ring"),
     **{
         f"owners not in the order of ranks, {way}": Case(
             settings=("gpus=2", "engine=paper"), reduction=way, alternating=True
@@ -168,6 +169,7 @@ def test_owners_get_the_sums_of_a_plain_all_reduce(name: str) -> None:
     four are within the rounding of three additions."""
     _, _, plan = _made(CASES[name])
     assert min(BUCKETS[CASES[name]]) > 0
+    assert (name == "padded") == any(bucket.padding for bucket in plan.buckets)
     if CASES[name].alternating:
         assert [part.owner for part in plan.buckets[1].ranges] == [1, 0, 1]
         assert len(handovers(plan.buckets[1], 2)) == 2, "one rank's part is not in the order of owners"
