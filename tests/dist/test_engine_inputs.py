@@ -258,8 +258,7 @@ def test_an_optimizer_that_cannot_be_used_is_refused_everywhere(tmp_path: Path) 
 def test_a_class_that_one_machine_does_not_have_is_refused_on_all(tmp_path: Path) -> None:
     """A file that was not copied everywhere: no rank goes on alone and waits for ever."""
     config, layout = resolve("gpus=2", "parallel.tp=2", "parallel.pp=1")
-    toy = tmp_path / "toy.py"
-    toy.write_text(TOY)
+    toy = _source(tmp_path, "Toy", "def step(self): [p.data.sub_(0.1) for p in self.param_groups[0]['params']]")
 
     def rank() -> str:
         here = custom(config, toy if os.environ["RANK"] == "0" else tmp_path / "elsewhere.py", "Toy")
@@ -270,21 +269,3 @@ def test_a_class_that_one_machine_does_not_have_is_refused_on_all(tmp_path: Path
     first, second = run_ranks(layout.world_size, rank)
     assert first == second
     assert "there is no file" in first
-
-
-TOY = """
-import torch
-
-class Toy(torch.optim.Optimizer):
-    def __init__(self, params, lr, weight_decay, momentum=0.0):
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
-
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                average = self.state[p].setdefault("average", torch.zeros_like(p))
-                average.mul_(group["momentum"]).add_(p.grad)
-                rank_one = average.sum(0, keepdim=True) * average.sum(1, keepdim=True) / average.sum()  # whole matrix
-                direction = average / average.norm() + 0.1 * rank_one / rank_one.norm()
-                p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction, alpha=group["lr"])
-"""

@@ -37,6 +37,7 @@ from tests.dist.synthetic import fill_gradients, noise
 from tests.waiting import PATIENCE_S
 
 WAYS: list[Reduction] = ["reduce", "ring"]
+APART = ("parallel.overlap_grad_reduce=false", "parallel.overlap_param_gather=false")
 BF16 = ("train.precision=bf16", "train.grad_reduce_dtype=bf16")
 
 
@@ -119,7 +120,7 @@ def _two_steps(config: RunConfig, world: World, plan: Plan, roundings: int | Non
 CASES: dict[str, Case] = {
     "owner, reduce": Case(settings=("gpus=2",), reduction="reduce"),
     "contiguous, ring": Case(settings=("gpus=2", "engine=paper"), reduction="ring"),
-    "not overlapped": Case(settings=("gpus=2", "parallel.overlap_grad_reduce=false"), reduction="ring"),
+    "not overlapped": Case(settings=("gpus=2", *APART), reduction="ring"),
     "padded": Case(settings=("gpus=2", "model.hidden_size=36", "model.ffn_hidden_size=108"), reduction="ring"),
     **{
         f"owners not in the order of ranks, {way}": Case(
@@ -254,8 +255,7 @@ def test_an_all_reduce_can_be_forced() -> None:
         for name, param in global_parameters([ddp]):
             assert torch.equal(main_grad(param), expected[name]), f"{one}: {name}"
 
-    overlaps = ("parallel.overlap_grad_reduce=true", "parallel.overlap_grad_reduce=false")
-    _each([Case(settings=("gpus=2", overlap), reduction=way) for overlap in overlaps for way in WAYS], work)
+    _each([Case(settings=("gpus=2", *overlap), reduction=way) for overlap in ((), APART) for way in WAYS], work)
 
 
 def _first_range(plan: Plan, **changes: object) -> Plan:
