@@ -167,7 +167,7 @@ def test_a_gpu_moves_around_the_iteration_what_plans_count(
     for p in both:
         p.grad = torch.ones(256, 512)
     optimizer.step()  # makes state and scratch
-    with Moved() as moved:
+    with Moved() as moved:  # type: ignore[no-untyped-call]
         optimizer.step()
     planned = work(how, 256, 512)[0].traffic - iteration_work(how, 256, 512).traffic
     assert moved.bytes / 2 == pytest.approx(planned - 10 * both[0].numel(), rel=1e-2)
