@@ -1,16 +1,13 @@
 """The training loop on real ranks: it stops everywhere at once, and looking does not change what is looked at."""
 
 import gc
-import math
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from canzona_cli.core.engine.planned import PlannedOptimizer
-from canzona_cli.core.megatron.model import Trainee
 from canzona_cli.core.optimizers import Muon
 from canzona_cli.core.optimizers.graphs import Replayed
 from canzona_cli.records.files import RunFiles
@@ -47,69 +44,6 @@ def _run(
 
 def _losses(root: Path) -> list[object]:
     return [line["loss"] for line in lines(RunFiles(root).metrics)]
-
-
-def _spoil_a_weight(trainee: Trainee) -> None:
-    """NaN in one weight, as its forward pass begins: until then the last step's gather may still write over it."""
-    module = next(m for m in trainee.chunks[0].modules() if any(p.dim() > 1 for p in m.parameters(recurse=False)))
-
-    def spoil(module: torch.nn.Module, _: object) -> None:
-        with torch.no_grad():
-            next(p for p in module.parameters(recurse=False) if p.dim() > 1).fill_(math.nan)
-        handle.remove()
-
-    handle = module.register_forward_pre_hook(spoil)
-
-
-def test_a_loss_that_is_no_number_stops_every_rank_at_the_same_step(tmp_path: Path) -> None:
-    """One weight of the first stage becomes NaN during step 3; its line is still written, and no step is made on it."""
-
-    def poison(rank: Rank, step: int) -> None:
-        if step == 3 and rank.number == 0:
-            _spoil_a_weight(rank.trainee)
-
-    endings = _run(tmp_path / "run", *LAYOUTS["pp2"], "optimizer=adamw", validates=False, on_step=poison)
-    for ending in endings:
-        assert ending.step == 3
-        assert "step 3" in ending.how
-        assert "no longer a finite number" in ending.how
-    metrics = lines(RunFiles(tmp_path / "run").metrics)
-    assert [line["step"] for line in metrics] == [1, 2, 3]
-    # NaN is not JSON.
-    assert [line["loss"] is None for line in metrics] == [False, False, True]
-
-
-def test_gradients_that_are_no_numbers_stop_every_rank_before_the_step(tmp_path: Path) -> None:
-    """canzona checks before it changes anything; the step's line still has its loss."""
-
-    def poison(rank: Rank, step: int) -> None:
-        if step == 3 and rank.number == 1:
-            _spoil_a_weight(rank.trainee)
-
-    endings = _run(tmp_path / "run", *LAYOUTS["pp2"], *WAYS["canzona"], validates=False, on_step=poison)
-    for ending in endings:
-        assert ending.step == 2
-        assert "NaN or infinite" in ending.how
-        assert "no weight has changed" in ending.how
-        assert "the loss is not finite on rank" in ending.how
-    assert len({ending.how for ending in endings}) == 1
-    metrics = lines(RunFiles(tmp_path / "run").metrics)
-    assert [line["step"] for line in metrics] == [1, 2, 3]
-    assert [metrics[-1][key] is None for key in ("loss", "grad_norm")] == [True, True]
-
-
-def test_a_stop_request_ends_the_run_after_the_step_it_comes_in(tmp_path: Path) -> None:
-    """All ranks stop, that step's line is on disk, and no validation gets in the way."""
-
-    def ask(rank: Rank, step: int) -> None:
-        if step == 3 and rank.number == 1:
-            rank.files.request_stop()
-
-    root = tmp_path / "run"
-    endings = _run(root, *LAYOUTS["pp2"], on_step=ask)
-    assert endings == [Ending(how="interrupted", code=0, step=3, checkpoint=None)] * 2
-    assert [line["step"] for line in lines(RunFiles(root).metrics)] == [1, 2, 3]
-    assert [line["step"] for line in lines(RunFiles(root).validation)] == [0]
 
 
 class Thing:

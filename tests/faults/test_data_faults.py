@@ -42,9 +42,7 @@ def doubt_an_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    "optimizer",
-    [("optimizer=muon",), SHARED, pytest.param(("optimizer=adamw",), marks=pytest.mark.sweep)],
-    ids=["canzona", "shared", "megatron"],
+    "optimizer", [("optimizer=muon",), SHARED, ("optimizer=adamw",)], ids=["canzona", "shared", "megatron"]
 )
 def test_a_loss_that_is_no_number_on_one_rank(optimizer: tuple[str, ...], tmp_path: Path) -> None:
     """An answer that is not to be trusted precedes it where matrices are shared."""
@@ -60,6 +58,7 @@ def test_a_loss_that_is_no_number_on_one_rank(optimizer: tuple[str, ...], tmp_pa
     assert (outcome.status, outcome.exit_code) == ("diverged", 70)
     (problem,) = outcome.problems
     assert "the loss is not finite on rank 2" in problem.reason, "and on no other"
+    assert ("no weight has changed" in problem.reason) == (optimizer != ("optimizer=adamw",))
     assert problem.fix
     files = RunFiles(tmp_path / "run")
     assert [line["step"] for line in lines(files.metrics)] == [1, 2, 3]
