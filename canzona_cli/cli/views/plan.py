@@ -80,8 +80,11 @@ class PlanView(Page):
             yield from items("Assumptions", study.assumptions, "dim")
         if self.verbose or self.assumptions or compared:
             yield Text()  # the summary has no line to spare
-        if self.verbose or self.written is not None:
-            yield paragraph(self._file_text())
+        name = study.plan.hash if self.verbose else study.plan.name
+        if self.written is not None:
+            yield paragraph(f"Plan {name} was written to {self.written}.")
+        elif self.verbose:
+            yield paragraph(f"Plan {name}")
         yield from map(note, self._hints())
 
     @property
@@ -227,11 +230,6 @@ class PlanView(Page):
         expected = "" if error is None else f"; expected RMS error of the singular values: {error:g}"
         return f"{shapes}{expected}"
 
-    def _file_text(self) -> str:
-        plan = self.study.plan
-        where = "was not written" if self.written is None else f"was written to {self.written}"
-        return f"Plan {plan.hash if self.verbose else plan.name} {where}."
-
     def _hints(self) -> Iterator[str]:
         """Yields hints about the options that show more."""
         hints = (
@@ -266,29 +264,30 @@ def _gap_text(gap: float) -> str:
     return f"{100 * gap:.1f}% above it" if gap >= 0.0005 else "less than 0.1% above it"
 
 
-def strategies(study: Study, screen: Screen, *, all_modes: bool = False) -> Iterator[RenderableType]:
-    """Yields a table of all strategies: times, overhead, memory, and times relative to the planned strategy.
+def strategies(study: Study, screen: Screen, *, whole: bool = False) -> Iterator[RenderableType]:
+    """Yields a table of strategies: times, overhead, memory, and times relative to the planned strategy.
 
     Args:
-        all_modes: True to show layerwise and sc also in the slower of the modes that the supported Megatron can run.
+        whole: True to show also the paper's strategies, those that do not fit, and layerwise and sc in the slower of
+            the modes that the supported Megatron can run.
     """
-    names = [
-        name
-        for name in study.shown_strategies
-        if all_modes or name in (*STRATEGIES, mode_key("layerwise", "layer_sharded"))
-    ]
+    brief = ("adamw", "canzona", study.strategy, "layerwise", mode_key("layerwise", "layer_sharded"), "sc")
+    misfits = [name for name in brief if name in study.strategies and not study.strategies[name].fits]
+    names = [name for name in study.shown_strategies if whole or (name in brief and name not in misfits)]
     heads = ("iteration", "optimizer", "vs AdamW", "GiB", "opt. ratio", "iter. ratio")
     rows = ((_strategy_label(name), _strategy_cells(study, name)) for name in names)
     yield rows_table(heads, rows, bold=names.index(study.strategy))
     cluster = study.setup.cluster
     measured = describes_machine(cluster.device, calibrated=cluster.calibrated)
     hardware = "" if measured else " on an uncalibrated CPU"
-    fit = all(strategy.fits for strategy in study.strategies.values())
-    misfits = "" if fit else f"; !: does not fit in {study.memory.capacity / GIB:.1f} GiB, simulated as if it did"
-    ratio = f"ratio: time divided by {study.strategy}'s"
-    yield note(f"simulated in this layout{hardware}; optimizer: exposed time; {ratio}{misfits}")
+    ratio, room = f"ratio: time divided by {study.strategy}'s", f"{study.memory.capacity / GIB:.1f} GiB"
+    if whole and not all(strategy.fits for strategy in study.strategies.values()):
+        ratio += f"; !: does not fit in {room}, simulated as if it did"
+    elif misfits and not whole:
+        ratio += f"; too large for {room}: {', '.join(name for name in misfits if '/' not in name)} (see -v)"
+    yield note(f"simulated in this layout{hardware}; optimizer: exposed time; {ratio}")
     layerwise, sc = (study.strategies[name].tp_mode for name in ("layerwise", "sc"))
-    if layerwise is not None:
+    if layerwise is not None and {"layerwise", "sc"} & {*names}:
         faster = f"layerwise, sc: TP mode {sc}" if layerwise == sc else f"layerwise: TP mode {layerwise}, sc: {sc}"
         yield note(f"{faster}; layer_sharded: Megatron's main branch")
 
@@ -296,7 +295,7 @@ def strategies(study: Study, screen: Screen, *, all_modes: bool = False) -> Iter
 def strategies_section(study: Study, screen: Screen) -> Iterator[RenderableType]:
     """Yields the table of strategies, with a title."""
     yield section_head("Strategies", ", simulated on the same layout and batch")
-    yield from strategies(study, screen, all_modes=True)
+    yield from strategies(study, screen, whole=True)
 
 
 def _strategy_label(name: str) -> str:

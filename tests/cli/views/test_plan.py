@@ -109,13 +109,17 @@ def test_times_on_a_cpu_that_nobody_measured_are_called_so(size: str, doubted: b
     assert ("on an uncalibrated CPU" in printed(PlanView(config=config, study=study))) == doubted
 
 
-@pytest.mark.parametrize("verbose", [False, True])
-def test_strategies_that_do_not_fit_are_marked_and_said_to_be_simulated(verbose: bool) -> None:
+def test_strategies_that_do_not_fit_are_named_and_with_v_shown_as_if_they_did() -> None:
+    """So are the paper's strategies, which nobody runs."""
     config, layout = resolve(compose_run(["recipe=qwen3-8b", "gpus=16"]).config)
     study = study_run(config.setup, layout)
-    text = printed(PlanView(config=config, study=study, verbose=verbose))
-    assert [line for line in text.splitlines() if line.startswith("sc ") and "!" in line]
-    assert "!: does not fit in 76.6 GiB, simulated as if it did" in " ".join(text.split())
+    brief, verbose = (printed(PlanView(config=config, study=study, verbose=verbose)) for verbose in (False, True))
+    rows = {"adamw ", "canzona ", "paper ", "asc ", "layerwise ", "sc "}
+    shown = [{row for row in rows for line in text.splitlines() if line.startswith(row)} for text in (brief, verbose)]
+    assert shown == [rows - {"paper ", "asc ", "sc "}, rows]
+    assert "too large for 76.6 GiB: sc (see -v)" in " ".join(brief.split())
+    assert [line for line in verbose.splitlines() if line.startswith("sc ") and "!" in line]
+    assert "!: does not fit in 76.6 GiB, simulated as if it did" in " ".join(verbose.split())
 
 
 def test_a_users_own_optimizer_is_called_custom_with_whose_price_it_has() -> None:
