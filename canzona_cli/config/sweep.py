@@ -92,6 +92,12 @@ def combinations(arguments: Sequence[str]) -> tuple[Combination, ...]:
     return tuple(_with_unique_names(runs))
 
 
+def is_sweep(argument: str) -> bool:
+    """Returns True if an argument gives a setting several values, listed or not."""
+    problems: list[Problem] = []
+    return bool(_expand(argument, problems) or problems)
+
+
 def _by_optimizer(
     argument: str, optimizers: Sequence[str], problems: list[Problem]
 ) -> dict[str, tuple[str, ...]] | None:

@@ -6,7 +6,7 @@ Imports rich only to print, so that help stays fast.
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from typer import Argument, Option
@@ -39,8 +39,10 @@ def show(content: "Mapping[str, object] | RenderableType") -> None:
     Console(highlight=False).print(content, soft_wrap=isinstance(content, Page))
 
 
-def warn(warnings: Iterable[str], printed: set[str] | None = None) -> None:
-    """Prints each distinct warning as a yellow line on standard error.
+def warn(
+    warnings: Iterable[str], printed: set[str] | None = None, *, kind: Literal["warning", "note"] = "warning"
+) -> None:
+    """Prints each distinct warning or note as a line on standard error.
 
     Args:
         printed: the warnings that have already been printed, which are not repeated. The new warnings are
@@ -49,7 +51,7 @@ def warn(warnings: Iterable[str], printed: set[str] | None = None) -> None:
     printed = set() if printed is None else printed
     for warning in warnings:
         if warning not in printed:
-            tell(f"warning: {warning}", "yellow")
+            tell(f"{kind}: {warning}", "yellow" if kind == "warning" else "dim")
             printed.add(warning)
 
 
@@ -62,7 +64,9 @@ def warn_about(composed: "Composed", *notes: str, training: bool = True, printed
     warn((*composed.warnings, *from_profile, *notes), printed)
 
 
-def check_inputs(config: "RunConfig", layout: "Layout", *, samples: int | None = None) -> "PreparedCorpus | None":
+def check_inputs(
+    config: "RunConfig", layout: "Layout", *, samples: int | None = None, printed: set[str] | None = None
+) -> "PreparedCorpus | None":
     """Checks a run's data before training and prints warnings about it. Returns the corpus; None for the
     standard library's sources, of which only the file of a tokenizer that is not built in is checked.
 
@@ -70,6 +74,7 @@ def check_inputs(config: "RunConfig", layout: "Layout", *, samples: int | None =
 
     Args:
         samples: the number of samples of a resumed run; None for a run that starts at its first step.
+        printed: the warnings that have already been printed.
 
     Raises:
         ConfigError: see `canzona_cli.data.corpus.check_data`.
@@ -82,7 +87,7 @@ def check_inputs(config: "RunConfig", layout: "Layout", *, samples: int | None =
         from canzona_cli.data.corpus import check_data  # imports numpy
 
         corpus = check_data(config, announce)
-    warn(data_warnings(config, layout, corpus, samples=samples))
+    warn(data_warnings(config, layout, corpus, samples=samples), printed)
     if isinstance(config.optimizer, CustomConfig) and not config.optimizer.built_in:
         source = config.optimizer.source
         progress(f"note: {source} is not tested here; a run tests it before training")

@@ -22,11 +22,13 @@ from canzona_cli.cli.commands.output import (
     write_out,
     write_page,
 )
+from canzona_cli.config.sweep import is_sweep
 from canzona_cli.core.errors import Clash, ConfigError, Problem, clashes, refuse
 
 if TYPE_CHECKING:
     from canzona_cli.config.schema import RunConfig
 
+SEVERAL = "several values"
 CLASHES = (
     Clash(option="--out", excludes="--dry-run", reason="a dry run writes no plan", fix="leave out --dry-run, or --out"),
     *(
@@ -46,6 +48,15 @@ CLASHES = (
             fix=f"leave out {option}, and use it with the command that --from-megatron shows",
         )
         for option in ("--out", "--html", "--compare", "--shapes", "--layouts")
+    ),
+    *(
+        Clash(
+            option=option,
+            excludes=SEVERAL,
+            reason="several values of a setting are shown as a table of plans, and none is written",
+            fix=f"leave out {option}, or give each setting one value",
+        )
+        for option in ("--out", "--html", "--compare", "--shapes", "--layouts", "--from-megatron")
     ),
 )
 SHAPES_RECIPE = "qwen3-8b"
@@ -89,24 +100,24 @@ def plan(
     """Plan which rank updates which matrix.
 
     Shows load balance and its bound, traffic, memory and simulated step times. Except in a dry run, the plan
-    is written to plans/, where `canzona train` looks for it. A dry run without a recipe shows the Qwen3 sizes
-    from 0.6B to 235B.
+    is written to plans/, where `canzona train` looks for it. Several values (gpus=64,256) are shown as a table,
+    and so are the Qwen3 sizes from 0.6B to 235B by a dry run without a recipe.
     """
     settings, dirs = overrides or [], recipes_dir or []
     given = {"--out": out, "--html": html, "--compare": compare, "--shapes": shapes, "--from-megatron": from_megatron}
-    if dry_run and not any(given.values()) and not _names_recipe(settings):
-        from canzona_cli.cli.views.layouts import overview
-
-        sizes = overview(settings, dirs)
-        show(sizes.as_json() if json else sizes)
-        return
-
-    problems = [*clashes({**given, "--layouts": layouts, "--dry-run": dry_run}, CLASHES)]
+    several = any(map(is_sweep, settings))
+    problems = [*clashes({**given, "--layouts": layouts, "--dry-run": dry_run, SEVERAL: several}, CLASHES)]
     if html is not None:
         from canzona_cli.bench.options import page_problems
 
         problems += page_problems(html)
     refuse(problems)
+    if several or (dry_run and not any(given.values()) and not _names_recipe(settings)):
+        from canzona_cli.cli.views.layouts import overview
+
+        plans = overview(settings, dirs)
+        show(plans.as_json() if json else plans)
+        return
     if from_megatron is not None:
         _show_beside_megatron(from_megatron, settings, dirs, json=json, verbose=verbose)
         return

@@ -30,14 +30,16 @@ def train(
     overrides: Annotated[
         list[str] | None, key_values("recipe=qwen3-tiny gpus=4 parallel.tp=2 train.steps=100 ...")
     ] = None,
-    dry_run: Annotated[
-        bool, Option("--dry-run", help="Check the run, and print it with its torchrun command; start nothing.")
-    ] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Check the run and print it; start nothing.")] = False,
     prepare_only: Annotated[
         bool, Option("--prepare-only", help="Write the run directory and print the torchrun command; start nothing.")
     ] = False,
     show_config: Annotated[
-        bool, Option("--config", help="With --dry-run or --prepare-only: also print all settings and the environment.")
+        bool,
+        Option(
+            "--config",
+            help="With --dry-run or --prepare-only: also print all settings and the torchrun command.",
+        ),
     ] = False,
     sweep: Annotated[
         bool,

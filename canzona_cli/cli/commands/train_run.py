@@ -64,6 +64,7 @@ def run(
     quiet: bool = False,
     name: str = "",
     printed: set[str] | None = None,
+    show_dry_run: Callable[[DryRun], None] = show,
 ) -> None:
     """Runs `canzona train` for one run.
 
@@ -75,6 +76,7 @@ def run(
         quiet: True prints only warnings, errors and one line at the end.
         name: the name of the run in the line of a quiet run; empty for the recipe's name.
         printed: the warnings that earlier runs of the same command have printed; they are not repeated.
+        show_dry_run: shows the description of a run that is not started.
 
     Raises:
         Preempted: a request to stop arrived before the run was resolved.
@@ -95,7 +97,11 @@ def run(
         config=config, layout=layout, plan=obtain_plan(config.setup, layout), quiet_name=quiet_name, printed=printed
     )
     if dry_run or prepare_only:
-        (_show_dry_run if dry_run else _prepare_only)(job, as_json=as_json, show_config=show_config)
+
+        def present(description: DryRun) -> None:
+            show(description.as_json()) if as_json else show_dry_run(description)
+
+        (_show_dry_run if dry_run else _prepare_only)(job, present, show_config=show_config)
         return
     try:
         outcome, directory = _launch(job, console, requests, command_line=(overrides, recipes_dirs))
@@ -142,18 +148,19 @@ class _Job:
         )
 
 
-def _show_dry_run(job: _Job, *, as_json: bool, show_config: bool) -> None:
+def _show_dry_run(job: _Job, present: Callable[[DryRun], None], *, show_config: bool) -> None:
     """Checks a run as far as this machine can, and prints it; starts nothing, and writes only caches."""
     config, layout = job.config, job.layout
     samples = None
     with suppress(CanzonaError):  # reported below, after everything else has been shown
         resumption = choose_resumption(config, layout)
         samples = None if resumption is None else resumption.samples_needed(config, layout)
-    corpus = check_inputs(config, layout, samples=samples)
+    corpus = check_inputs(config, layout, samples=samples, printed=job.printed)
     run_dir = Path(config.run.dir or f"{config.run.root}/{config.name}-{RUN_DIR_TIME}").absolute()
-    _show_start(job, corpus, run_dir, as_json=as_json, show_config=show_config, samples=samples)
+    present(_describe(job, corpus, run_dir, show_config=show_config, samples=samples))
     if preflight.needs_gpu_machine(config):
-        progress("note: no GPU is visible here, so this machine is not checked; run canzona doctor where you train")
+        unchecked = "no GPU is visible here, so this machine is not checked; run canzona doctor where you train"
+        warn([unchecked], job.printed, kind="note")
     else:
         preflight.check_machine(config, layout)
     check_free(config, resumes=True)
@@ -176,7 +183,7 @@ def _earlier_corpus(config: RunConfig) -> PreparedCorpus | None:
     return None if config.run.dir is None else load_if_valid(RunFiles(Path(config.run.dir)).corpus, PreparedCorpus)
 
 
-def _prepare_only(job: _Job, *, as_json: bool, show_config: bool) -> None:
+def _prepare_only(job: _Job, present: Callable[[DryRun], None], *, show_config: bool) -> None:
     """Writes everything that the workers need to the run directory, so that another launcher can start
     them."""
     config, layout = job.config, job.layout
@@ -191,7 +198,7 @@ def _prepare_only(job: _Job, *, as_json: bool, show_config: bool) -> None:
     warn([] if checkpoint is None else data_changes(checkpoint, config, layout, corpus))
     job.write_inputs(run, corpus)
     warn(data_warnings(config, layout, corpus, samples=_samples(run)))
-    _show_start(job, corpus, run.path, as_json=as_json, show_config=show_config, prepared=True, samples=_samples(run))
+    present(_describe(job, corpus, run.path, show_config=show_config, prepared=True, samples=_samples(run)))
 
 
 def _samples(run: RunDirectory) -> int | None:
@@ -199,19 +206,18 @@ def _samples(run: RunDirectory) -> int | None:
     return None if run.earlier is None else run.earlier.samples
 
 
-def _show_start(
+def _describe(
     job: _Job,
     corpus: PreparedCorpus | None,
     run_dir: Path,
     *,
-    as_json: bool,
     show_config: bool,
     prepared: bool = False,
     samples: int | None = None,
-) -> None:
-    """Shows the resolved run and the command that starts it."""
+) -> DryRun:
+    """Describes the resolved run and the command that starts it."""
     config = replace(job.config, run=replace(job.config.run, dir=str(run_dir))) if prepared else job.config
-    description = DryRun(
+    return DryRun(
         config=config,
         config_yaml=dump_resolved(config) if show_config else None,
         layout=job.layout,
@@ -226,7 +232,6 @@ def _show_start(
         prepared=prepared,
         samples=samples,
     )
-    show(description.as_json() if as_json else description)
 
 
 def _launch(

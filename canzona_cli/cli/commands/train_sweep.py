@@ -6,6 +6,7 @@ A task of a Slurm array trains only the run with the task's index.
 import shlex
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import typer
@@ -14,6 +15,7 @@ from canzona_cli.cli.commands import train_run
 from canzona_cli.cli.commands.output import progress, show, tell
 from canzona_cli.cli.views.compare import RunTableView
 from canzona_cli.cli.views.errors import show_failure
+from canzona_cli.cli.views.train_dry_run import DryRun, SweepDryRun
 from canzona_cli.config.overrides import key_of, text_value
 from canzona_cli.config.resolve import MIN_LR_RATIO, SweptRun, swept_runs
 from canzona_cli.core.errors import ConfigError, ExitCode, Problem
@@ -56,25 +58,51 @@ def sweep(
         runs = (_run_of_task(runs, step.array_task),)
         tell(f"task {step.array_task} of the sweep: {runs[0].combination.words}")
     if dry_run or prepare_only:
-        for run in runs:
-            tell(f"\n{run.combination.words}", "bold")
-            if finished_result(_files(run, root), run.config) is not None:
-                tell("is already finished")
-                continue
-            train_run.run(
-                _run_overrides(run, root),
-                recipes_dirs,
-                requests,
-                dry_run=dry_run,
-                prepare_only=prepare_only,
-                show_config=show_config,
-            )
+        _describe_all(runs, root, recipes_dirs, requests, prepare_only=prepare_only, show_config=show_config)
         return
     code = _train_all(runs, root, recipes_dirs, requests)
     if len(runs) > 1:
         _summarise(runs, root, stopped=code in _STOPPED)
     if code:
         raise typer.Exit(code)
+
+
+def _describe_all(
+    runs: Sequence[SweptRun],
+    root: Path,
+    recipes_dirs: list[Path],
+    requests: Requests,
+    *,
+    prepare_only: bool,
+    show_config: bool,
+) -> None:
+    """Checks the runs one after another without starting them, and shows them: in a table, or each with its command
+    if the runs are prepared or `show_config` is True."""
+    rows: dict[str, DryRun | None] = {}
+    printed, in_full = set[str](), prepare_only or show_config
+    try:
+        for run in runs:
+            name = run.combination.name
+            if in_full:
+                tell(f"\n{run.combination.words}", "bold")
+            if finished_result(_files(run, root), run.config) is not None:
+                rows[name] = None
+                if in_full:
+                    tell("is already finished")
+                continue
+            train_run.run(
+                _run_overrides(run, root),
+                recipes_dirs,
+                requests,
+                dry_run=not prepare_only,
+                prepare_only=prepare_only,
+                show_config=show_config,
+                printed=printed,
+                show_dry_run=show if in_full else partial(rows.__setitem__, name),
+            )
+    finally:
+        if not in_full and rows:
+            show(SweepDryRun(root=root, runs=rows))
 
 
 def _train_all(runs: Sequence[SweptRun], root: Path, recipes_dirs: list[Path], requests: Requests) -> int:

@@ -110,11 +110,11 @@ def fast_path_rows(paths: FastPaths, result_s: tuple[float, float] | None) -> It
         return
     words = f"off until verified on these GPUs (canzona doctor --gpu-check): {off}"
     if (once := paths.once_verified) is not None and once.paths:
-        after, before = (
-            f"{step_time(step_s)} a step, {step_time(optimizer_s)} for the optimizer"
-            for step_s, optimizer_s in ((once.iteration_s, once.optimizer_s), result_s)
+        (step, optimizer), (step_now, optimizer_now) = (
+            map(step_time, times) for times in ((once.iteration_s, once.optimizer_s), result_s)
         )
-        words += f"; once verified ({', '.join(once.paths)}): {after}, instead of {before} (simulated)"
+        gain = f"{step} a step, not {step_now}; optimizer {optimizer}, not {optimizer_now}"
+        words += f"; once verified ({', '.join(once.paths)}): {gain} (simulated)"
     yield "fast paths", words
 
 

@@ -1,7 +1,7 @@
-"""The screens about layouts: a plan for each built-in size and the fastest layouts of a run (`canzona plan`),
-and a recipe's layout on each number of GPUs (`canzona recipes layouts`)."""
+"""The screens about layouts: a table of plans and the fastest layouts of a run (`canzona plan`), and a recipe's
+layout on each number of GPUs (`canzona recipes layouts`)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -15,9 +15,11 @@ from canzona_cli.cli.views.header import layout_name, optimizer_words, rank_word
 from canzona_cli.cli.views.page import Page, Screen, note, paragraph, section_head
 from canzona_cli.cli.views.tables import Table, rows_table
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.overrides import key_of
 from canzona_cli.config.remembered import RememberedLayouts
 from canzona_cli.config.resolve import fill, resolve
 from canzona_cli.config.schema import RunConfig
+from canzona_cli.config.sweep import Combination, combinations
 from canzona_cli.core.costs.gpus import with_layers_here
 from canzona_cli.core.costs.memory import GIB, Memory, capacity, headroom
 from canzona_cli.core.errors import ConfigError, DoesNotFit
@@ -41,20 +43,23 @@ _BASELINES: tuple[AnyStrategy, ...] = ("layerwise", "adamw")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SizePlan:
-    """The plan of one recipe, a row of the overview."""
+class PlanRow:
+    """The plan of one run, a row of the overview."""
 
     config: RunConfig
+    values: Mapping[str, str]
+    """The run's values of the settings that have several."""
     study: Study | None
     """The simulated plan; None if the model does not fit."""
 
     def as_json(self) -> dict[str, object]:
-        """Returns the figures of the recipe's row."""
+        """Returns the figures of the row."""
         figures: dict[str, object] = {
             "recipe": self.config.name,
             "gpus": self.config.gpus,
             "cluster": self.config.cluster.name,
             "optimizer": self.config.optimizer.name,
+            "values": dict(self.values),
             "fits": self.study is not None,
         }
         if self.study is None:
@@ -68,34 +73,42 @@ class SizePlan:
             "lower_bound": study.balance.ranks_bound,
             "optimizer_s": study.planned.result.optimizer_s,
             "iteration_s": study.planned.result.iteration_s,
+            "tokens_per_s": self.tokens_per_s,
             "optimizer_vs_layerwise": study.optimizer_speedup("layerwise"),
             "overhead_over_adamw": study.overhead(study.strategy),
         }
 
+    @property
+    def tokens_per_s(self) -> float:
+        """The simulated throughput; 0 if the model does not fit."""
+        if self.study is None:
+            return 0.0
+        return outlook(self.config, self.study.layout, self.study.planned.result.iteration_s).tokens_per_s
+
 
 @dataclass(frozen=True, kw_only=True)
 class Overview(Page):
-    """The plans of the built-in sizes: a table with a row for each size, which fits in 80 columns."""
+    """The plans of the built-in sizes, or of a run with several values of a setting: a table with a row for each,
+    which fits in 80 columns."""
 
-    plans: tuple[SizePlan, ...]
+    plans: tuple[PlanRow, ...]
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         optimizers = sorted({plan.config.optimizer.name for plan in self.plans})
         clusters = sorted({plan.config.cluster.name for plan in self.plans})
         scope = f": {', '.join(optimizers)} on {', '.join(clusters)}, simulated"
-        yield section_head("Plans of the built-in sizes", scope)
-        table = Table()
-        table.add_column("recipe", no_wrap=True)
+        yield section_head("Plans", scope)
+        table = Table("recipe")
         table.add_numbers("GPUs")
         table.add_column("layout", no_wrap=True)
-        table.add_numbers("GiB", "balance", "bound", "step", "vs lw", "vs AdamW")
+        table.add_numbers("GiB", "balance", "step", "vs lw", "vs AdamW", "tok/s")
         for plan in self.plans:
             table.add_row(*_cells(plan), style="" if plan.study is not None else "yellow")
         yield table
         yield note(
-            "GiB: of the fullest GPU; balance: update time of the slowest rank over the mean; bound: lower bound on "
-            "balance; step: optimizer step; vs lw: layerwise's optimizer step divided by this one; vs AdamW: iteration "
-            "overhead over AdamW in this layout; -: layerwise or AdamW does not fit"
+            "GiB: of the fullest GPU; balance: update time of the slowest rank over the mean; step: optimizer step; "
+            "vs lw: layerwise's optimizer step divided by this one; vs AdamW: iteration overhead over AdamW in this "
+            "layout; -: layerwise or AdamW does not fit; tok/s: of all GPUs"
         )
         paths = (path for plan in self.plans if plan.study for path in plan.study.fast_paths(simulated=False).off)
         if off := ", ".join(dict.fromkeys(paths)):
@@ -109,30 +122,30 @@ class Overview(Page):
 
 
 def overview(overrides: Sequence[str], recipes_dirs: Sequence[Path]) -> Overview:
-    """Plans every built-in size.
-
-    Args:
-        overrides: the settings that apply to all sizes; they do not choose a recipe.
+    """Plans a run for each combination of values; every built-in size if no recipe is named.
 
     Raises:
         ConfigError: an override is not valid.
     """
-    recipes = (f"recipe={name}" for name in (*SIZES, *SIZES_WITH_EXPERTS))
-    return Overview(plans=tuple(_planned([recipe, *overrides], recipes_dirs) for recipe in recipes))
+    if not any(key_of(override) == "recipe" for override in overrides):
+        overrides = [f"recipe={','.join((*SIZES, *SIZES_WITH_EXPERTS))}", *overrides]
+    return Overview(plans=tuple(_planned(run, recipes_dirs) for run in combinations(overrides)))
 
 
-def _planned(overrides: Sequence[str], dirs: Sequence[Path]) -> SizePlan:
-    config = compose_run(overrides, recipes_dirs=dirs, training=False).config
+def _planned(run: Combination, dirs: Sequence[Path]) -> PlanRow:
+    config = compose_run(run.overrides, recipes_dirs=dirs, training=False).config
     config = config.with_setup(plannable(config.setup)[0])
     study = None
     with suppress(DoesNotFit):
         config, layout = resolve(config)
         study = study_run(config.setup, layout, baselines=_BASELINES, tp_modes=RELEASED_TP_MODES)
-    return SizePlan(config=config, study=study)
+    return PlanRow(config=config, values=run.values, study=study)
 
 
-def _cells(plan: SizePlan) -> tuple[str, ...]:
-    study, name = plan.study, plan.config.name.removeprefix("qwen3-")
+def _cells(plan: PlanRow) -> tuple[str, ...]:
+    varied = {key.rpartition("."): value for key, value in plan.values.items() if key not in ("recipe", "gpus")}
+    values = (f"{key}={value}" if group else value for (group, _, key), value in varied.items())
+    study, name = plan.study, " ".join((plan.config.name.removeprefix("qwen3-"), *values))
     if study is None:
         return name, str(plan.config.gpus), "does not fit", *[""] * 6
     return (
@@ -141,10 +154,10 @@ def _cells(plan: SizePlan) -> tuple[str, ...]:
         layout_code(study.layout),
         f"{study.memory.total / GIB:.0f}",
         f"{study.balance.ranks:.3f}",
-        f"{study.balance.ranks_bound:.3f}",
         step_time(study.planned.result.optimizer_s),
         number(study.optimizer_speedup("layerwise"), ".1f"),
         predicted_overhead(study.overhead(study.strategy)),
+        count(plan.tokens_per_s).replace(" ", ""),
     )
 
 

@@ -1,9 +1,10 @@
-"""The screens of `canzona train --dry-run` and `--prepare-only` (the resolved run and the command that starts
-it), and the JSON of `canzona validate`."""
+"""The screens of `canzona train --dry-run` and `--prepare-only` (the resolved run or, for a sweep, a table of runs,
+and the command that starts a run), and the JSON of `canzona validate`."""
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -11,7 +12,8 @@ from rich.text import Text
 from canzona_cli.cli.outlook import Outlook
 from canzona_cli.cli.views.charts import MEMORY
 from canzona_cli.cli.views.header import fast_path_rows, header_rows, outlook_rows, rank_word
-from canzona_cli.cli.views.page import Page, Screen, labelled_rows, paragraph
+from canzona_cli.cli.views.page import Page, Screen, labelled_rows, note, paragraph
+from canzona_cli.cli.views.tables import Table
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.secrets import redact, shown_value
 from canzona_cli.core.costs.memory import GIB, Memory
@@ -19,6 +21,7 @@ from canzona_cli.core.errors import CanzonaError
 from canzona_cli.core.model.matrices import routing
 from canzona_cli.core.planner.measures import balance
 from canzona_cli.core.planner.plan_file import ObtainedPlan
+from canzona_cli.core.reading import display_path
 from canzona_cli.core.setup import Layout
 from canzona_cli.core.simulate.fast_paths import FastPaths
 from canzona_cli.core.simulate.prediction import Prediction
@@ -30,8 +33,9 @@ from canzona_cli.launch.torchrun import (
     node_count,
     ranks_per_node,
 )
+from canzona_cli.records.breakdown import describes_machine
 from canzona_cli.records.corpus import PreparedCorpus, supply
-from canzona_cli.records.words import plural
+from canzona_cli.records.words import duration, layout_code, plural, size
 
 VERSION = 2
 
@@ -144,6 +148,7 @@ class DryRun(Page):
             *header_rows(
                 self.config, self.layout, corpus=self.corpus, plan=self.plan, samples=self.samples, routed=routed
             ),
+            *self._machines(),
             ("memory", self._memory()),
             *outlook_rows(self.config, self.outlook),
             *fast_path_rows(self.fast_paths, (self.predicted.iteration_s, self.predicted.optimizer_s)),
@@ -154,29 +159,41 @@ class DryRun(Page):
         if self.config_yaml is not None:
             yield from _verbatim("resolved configuration", self.config_yaml.rstrip().splitlines())
             yield Text()
-        if self._environment_shown:
+        if self._command_shown:
             variables = self.command.environment.items()
-            exports = [f"export {name}={shlex.quote(value)}" for name, value in variables]
-            yield from _verbatim("environment", exports)
+            yield from _verbatim("environment", [f"export {name}={shlex.quote(value)}" for name, value in variables])
             yield Text()
-        command = LaunchCommand(argv=self.command.argv, environment={}).shell()
-        yield from _verbatim("command" + self._where(), command.splitlines())
-        for note in self._notes():
-            yield paragraph(note, "dim")
+            command = LaunchCommand(argv=self.command.argv, environment={}).shell()
+            yield from _verbatim("command", command.splitlines())
+        for text in self._notes():
+            yield paragraph(text, "dim")
+
+    def cells(self) -> tuple[str, ...]:
+        """Returns the run's row in the table of a sweep, after its name."""
+        outlook, layout = self.outlook, self.layout
+        measured = describes_machine(self.config.cluster.device, calibrated=self.config.cluster.calibrated)
+        return (
+            f"{layout.world_size:,}",
+            layout_code(layout),
+            f"{layout.global_batch_size:,}",
+            f"{self.memory.total / GIB:.2f}",
+            duration(outlook.training_s) if measured else f"{self.config.train.steps:,} steps",
+            size(outlook.checkpoints_kept * outlook.checkpoint_bytes),
+        )
 
     @property
-    def _environment_shown(self) -> bool:
+    def _command_shown(self) -> bool:
         return self.config_yaml is not None or self.prepared
 
     def _card(self) -> Iterator[tuple[str, str]]:
         if self.card is not None:
             yield "reference", self.card.words
         elif self.config.cluster.device == "cuda":
-            yield "reference", "no run with these settings was recorded, so times and memory are only simulated"
+            yield "reference", "none: no run with these settings was recorded"
 
     def _memory(self) -> str:
         memory, cluster = self.memory, self.config.cluster
-        parts = (f"{MEMORY[name].name} {size / GIB:.2f}" for name, size in memory.parts.items() if size)
+        parts = (f"{MEMORY[name].name} {bytes_ / GIB:.2f}" for name, bytes_ in memory.parts.items() if bytes_)
         # On CPU ranks, the reserve is the memory of Python and torch, which `top` shows as used; on a GPU, it is not
         # part of the run's memory.
         remarks = f"; Python and torch take about {cluster.reserved_gib:g} GiB more" if cluster.device == "cpu" else ""
@@ -187,26 +204,29 @@ class DryRun(Page):
         total = f"{memory.total / GIB:.2f} of {memory.capacity / GIB:.2f} GiB"
         return f"{total} on the fullest {rank_word(cluster.device)} ({memory.worst_rank}): {', '.join(parts)}{remarks}"
 
-    def _where(self) -> str:
-        nodes = node_count(self.config)
-        if nodes == 1:
-            return ""
-        each = plural(ranks_per_node(self.config), rank_word(self.config.cluster.device))
-        return f" on each of {nodes} machines ({each} each)"
+    def _machines(self) -> Iterator[tuple[str, str]]:
+        """Yields a row with the number of machines and of the ranks on each, if there are several machines."""
+        if (nodes := node_count(self.config)) > 1:
+            each = plural(ranks_per_node(self.config), rank_word(self.config.cluster.device))
+            yield "machines", f"{nodes}, with {each} each"
 
     def _notes(self) -> Iterator[str]:
-        last_node = node_count(self.config) - 1
+        if self._command_shown:
+            yield from self._notes_on_command()
+        if self.config_yaml is None:
+            yield "--config adds every setting, the matrices, and the torchrun command."
+
+    def _notes_on_command(self) -> Iterator[str]:
+        environment, last_node = self.command.environment, node_count(self.config) - 1
         if last_node:
-            shown = self.command.environment if self._environment_shown else {}
-            if "OMP_NUM_THREADS" in shown:
+            if "OMP_NUM_THREADS" in environment:
                 yield "OMP_NUM_THREADS suits this machine's cores; `canzona train` sets it on each machine."
             if NODE_RANK_PLACEHOLDER in self.command.argv:
                 yield f"{NODE_RANK_PLACEHOLDER} is cluster.node_rank: 0 to {last_node}, different on each machine."
-            if not shown.get("GLOO_SOCKET_IFNAME", "lo").startswith("lo"):
+            if not environment.get("GLOO_SOCKET_IFNAME", "lo").startswith("lo"):
                 yield "GLOO_SOCKET_IFNAME is this machine's network interface to machine 0; the others detect theirs."
             if ENDPOINT_PLACEHOLDER in self.command.argv:
-                if self._environment_shown:
-                    yield "GLOO_SOCKET_IFNAME, the network interface to machine 0, is detected on each machine."
+                yield "GLOO_SOCKET_IFNAME, the network interface to machine 0, is detected on each machine."
                 address = "an address of machine 0 that all others can reach"
                 yield f"{ENDPOINT_PLACEHOLDER} is cluster.rdzv_endpoint: {address}."
         if self.config.run.dir is None:
@@ -215,10 +235,27 @@ class DryRun(Page):
             directory = self.command.argv[-1]
             yield f"Prepared {directory}; nothing was started. With this environment, this command starts the training."
             yield f"To continue if the run stops early, prepare it again with run.dir={directory}."
-        else:
-            yield "Nothing was started or written. `canzona train` writes the run directory before it runs the command."
-        if self.config_yaml is None:
-            yield "Add --config to print every setting, the matrices, and the environment of the command."
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepDryRun(Page):
+    """The runs of a sweep: a table with a row for each run."""
+
+    root: Path
+    """The parent directory of the runs' directories."""
+    runs: Mapping[str, DryRun | None]
+    """The runs by the names of their directories; None for a finished run."""
+
+    def parts(self, screen: Screen) -> Iterator[RenderableType]:
+        table = Table("run")
+        table.add_numbers("ranks")
+        table.add_words("layout")
+        table.add_numbers("batch", "GiB", "training", "on disk")
+        for name, run in self.runs.items():
+            table.add_row(name, *(("", "finished") if run is None else run.cells()))
+        yield table
+        yield note("batch: sequences per step; GiB: of the fullest rank; on disk: the checkpoints kept at the end")
+        yield paragraph(f"directory: {display_path(self.root)}; --config prints each run", "dim")
 
 
 def _verbatim(title: str, lines: list[str]) -> Iterator[Text]:

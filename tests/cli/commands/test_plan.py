@@ -161,6 +161,20 @@ def test_a_dry_run_without_a_recipe_shows_every_size(tmp_path: Path, typed: tupl
     assert list(tmp_path.iterdir()) == []
 
 
+def test_several_values_are_a_table_with_the_figures_of_each_plan(tmp_path: Path) -> None:
+    asked = ("plan", "recipe=tiny", "parallel.tp=2", "gpus=4,8", "engine.alpha=0.5,1")
+    lines = canzona(*asked, environment={"COLUMNS": "80"}, cwd=tmp_path, code=0).stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = [line.split()[:3] for line in lines if line.startswith("tiny ")]
+    assert rows == [["tiny", f"alpha={alpha}", str(gpus)] for gpus in (4, 8) for alpha in (0.5, 1)]
+    plans = json.loads(canzona(*asked, "--json", cwd=tmp_path).stdout)["plans"]
+    assert [plan["values"] for plan in plans] == [{"gpus": row[2], "engine.alpha": row[1][6:]} for row in rows]
+    one = json.loads(canzona(*SMALL, "engine.alpha=0.5", "--dry-run", "--json", cwd=tmp_path).stdout)
+    assert plans[2]["load_balance"] == one["load_balance"]["grid"]
+    assert plans[2]["tokens_per_s"] == one["outlook"]["tokens_per_s"]
+    assert list(tmp_path.iterdir()) == [], "a table writes no plan"
+
+
 @pytest.mark.sweep  # ten plans; the test above has every size too
 def test_settings_without_a_recipe_are_those_of_every_size() -> None:
     asked = (*EVERY_SIZE, "--dry-run", "--json")
@@ -307,6 +321,8 @@ def test_shapes_are_planned_in_place_of_a_model_with_experts(tmp_path: Path) -> 
         ((*SMALL, "--dry-run", "--shapes", "nowhere.yaml"), 2, ("nowhere.yaml",)),
         ((*SMALL, "--dry-run", "--out", "x.json"), 2, ("a dry run writes no plan",)),
         ((*SMALL, "--html", "plan.pdf"), 2, ("--html plan.html",)),
+        (("plan", "recipe=tiny", "gpus=4,8", "--out", "x.json"), 2, ("a table of plans", "leave out --out")),
+        (("plan", "recipe=tiny", "gpus=interval(1,8)"), 2, ("is not a fixed list of values",)),
         ((*SMALL, "--layouts", "--compare", "form", "--out", "plan.json"), 2, ("--compare", "--out")),
         ((*SMALL, "--out", "file/plan.json"), 3, ("file/plan.json",)),
         (("plan", "recipe=qwen3-32b", "gpus=4", "--dry-run"), 4, ("gpus=",)),

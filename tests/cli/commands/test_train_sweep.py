@@ -54,11 +54,26 @@ def test_each_run_has_its_turn_whatever_became_of_the_others_and_the_sweep_goes_
 
     looked = train("train.seed=1,2", "run.dir='here, there'", "--dry-run")
     assert looked.returncode == 0, "both are done, which ends the sweep with 0 too"
+    assert looked.stdout.count("finished") == 2
 
     again = train("train.seed=2,3,1,5", "run.dir='here, there'")
     assert again.returncode == 70, "the largest exit code"
     assert "run 1 of 4: train.seed=2: is already finished" in " ".join(again.stderr.split())
     assert results(root)["seed=5"] == ("done", 0)
+
+
+def test_a_dry_run_of_a_sweep_is_one_table_and_says_what_is_common_once(tmp_path: Path) -> None:
+    asked = ("train", "recipe=qwen3-8b", "--sweep", "gpus=8,16", "optimizer.lr=1e-3,3e-3", "--dry-run")
+    done = canzona(*asked, cwd=tmp_path, environment={"COLUMNS": "80", "CUDA_VISIBLE_DEVICES": ""}, code=0)
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 25
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[:2] for line in lines if line.startswith("gpus=")] == [
+        [f"gpus={gpus}_lr={lr}", str(gpus)] for gpus in (8, 16) for lr in (0.001, 0.003)
+    ]
+    assert done.stdout.count(" 256 ") == 4
+    assert done.stderr.count("no GPU is visible here") == done.stderr.count("THIS IS A TRIAL RUN") == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_mistake_in_one_run_is_told_before_any_starts(tmp_path: Path) -> None:
