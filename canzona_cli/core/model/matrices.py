@@ -178,11 +178,11 @@ def number_matrices(blocks: Sequence[LayerBlock], layout: Layout) -> tuple[Matri
     for block in blocks:
         units = 1 + max(matrix.unit for matrix in block.matrices)
         experts = 1 + max((matrix.expert for matrix in block.matrices if matrix.expert is not None), default=0)
-        # What does not differ between layers is computed once: models with experts have tens of thousands of matrices.
-        placed = [(matrix, *_places(matrix, layout, experts)) for matrix in block.matrices]
         for _ in range(block.layers):
             stage, chunk = stage_and_chunk[layer]
-            for matrix, shard_dim, home, expert_rank in placed:
+            for matrix in block.matrices:
+                per_head = matrix.slices > 0 and layout.tp > 1
+                whole = _is_whole(matrix, layout)
                 matrices.append(
                     Matrix(
                         index=len(matrices),
@@ -193,27 +193,16 @@ def number_matrices(blocks: Sequence[LayerBlock], layout: Layout) -> tuple[Matri
                         chunk=chunk,
                         rows=matrix.rows,
                         cols=matrix.cols,
-                        shard_dim=shard_dim,
+                        shard_dim=None if per_head or whole else matrix.shard_dim,
                         parameter=f"decoder.layers.{layer}.{matrix.parameter}",
                         unit=unit + matrix.unit,
-                        home=home,
-                        expert_rank=expert_rank,
+                        home=matrix.slice * layout.tp // matrix.slices if per_head else None,
+                        expert_rank=(matrix.expert or 0) * layout.ep // experts if whole else None,
                     )
                 )
             layer += 1
             unit += units
     return tuple(matrices)
-
-
-def _places(matrix: LayerMatrix, layout: Layout, experts: int) -> tuple[Literal[0, 1] | None, int | None, int | None]:
-    """Returns `Matrix.shard_dim`, `Matrix.home` and `Matrix.expert_rank` of a matrix in a layer with `experts`
-    experts."""
-    whole = _is_whole(matrix, layout)
-    if matrix.slices > 0 and layout.tp > 1:
-        home, shard_dim = matrix.slice * layout.tp // matrix.slices, None
-    else:
-        home, shard_dim = None, None if whole else matrix.shard_dim
-    return shard_dim, home, (matrix.expert or 0) * layout.ep // experts if whole else None
 
 
 def _is_whole(matrix: LayerMatrix, layout: Layout) -> bool:

@@ -62,28 +62,15 @@ def stage_parameters(matrices: Sequence[Matrix], stage: int, tp: int) -> list[Pa
     grouped: dict[str, dict[int, list[Matrix]]] = {}
     for matrix in matrices:
         if matrix.stage == stage:
-            units = grouped.get(matrix.parameter)
-            if units is None:
-                units = grouped[matrix.parameter] = {}
-            members = units.get(matrix.unit)
-            if members is None:
-                units[matrix.unit] = [matrix]
-            else:
-                members.append(matrix)
+            grouped.setdefault(matrix.parameter, {}).setdefault(matrix.unit, []).append(matrix)
     parameters: list[Parameter] = []
     for name, units in grouped.items():
-        parts: list[Part] = []
-        chunk = elements = 0
-        for unit, members in units.items():
-            first = members[0]
-            chunk = first.chunk
-            if len(members) == 1:
-                stored = first.fragment_elements(tp)
-            else:
-                stored = _elements_on_rank(members, tp)
-            elements += stored
-            parts.append(Part(unit, tuple([matrix.index for matrix in members]), stored))
-        parameters.append(Parameter(name, chunk, tuple(parts), elements))
+        parts = tuple(
+            Part(unit, tuple([matrix.index for matrix in members]), _elements_on_rank(members, tp))
+            for unit, members in units.items()
+        )
+        chunk = next(iter(units.values()))[0].chunk
+        parameters.append(Parameter(name, chunk, parts, sum([part.elements for part in parts])))
     return parameters
 
 
