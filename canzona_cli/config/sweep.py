@@ -1,5 +1,9 @@
 """Expands a command line with Hydra's sweeps (`A,B`, `range(1,4)`) into one run for each combination of
-values."""
+values.
+
+A numeric setting of the optimizer may have values for each optimizer: in `optimizer=muon,soap,adamw
+optimizer.lr=1e-3,2e-3,muon:5e-3,1e-2`, muon has two rates, and the others have the two before the first name.
+"""
 
 import itertools
 import re
@@ -14,6 +18,8 @@ from canzona_cli.core.errors import ConfigError, Problem, refuse
 
 MOST_RUNS = 1000
 """The maximum number of runs in a sweep: Slurm's default limit for an array."""
+_OPTIMIZER = re.compile(r"(?:^|,)\s*([A-Za-z_]\w*)\s*:")
+"""The name in front of an optimizer's own values, as in `optimizer.lr=muon:5e-3,1e-2,adamw:2e-3`."""
 _LONGEST_NAME = 120
 """The maximum number of characters in a run's directory name, without an index that makes it unique. File
 systems allow 255 bytes."""
@@ -40,14 +46,28 @@ def combinations(arguments: Sequence[str]) -> tuple[Combination, ...]:
     """Returns the runs of a sweep, always in the same order; the last swept setting varies fastest.
 
     Arguments that are not sweeps, or that cannot be parsed, are passed on to all runs, and are checked when a
-    run is composed.
+    run is composed. An optimizer without values of its own keeps the recipe's.
 
     Raises:
         ConfigError: no setting is swept, a setting is swept twice, the values of a sweep repeat or cannot be
-            listed, `run.dir` is swept, or there are more than `MOST_RUNS` runs.
+            listed, values are for an optimizer that is not swept, `run.dir` is swept, or there are more than
+            `MOST_RUNS` runs.
     """
     problems: list[Problem] = []
-    choices = [_expand(argument, problems) for argument in arguments]
+    optimizers: list[str] = []
+    for argument in arguments:
+        if key_of(argument) == "optimizer":
+            swept_names = [override.partition("=")[2] for override in _expand(argument, problems)]
+            optimizers += swept_names or [argument.partition("=")[2].strip()]
+    problems.clear()  # they come again below
+    owners: dict[str, dict[str, tuple[str, ...]]] = {}
+    choices = []
+    for argument in arguments:
+        if (by_optimizer := _by_optimizer(argument, optimizers, problems)) is None:
+            choices.append(_expand(argument, problems))
+        else:
+            owners[key_of(argument)] = by_optimizer
+            choices.append(tuple(dict.fromkeys(itertools.chain(*by_optimizer.values()))))
     swept = [key_of(argument) for argument, values in zip(arguments, choices, strict=True) if values]
     if not swept and not problems:
         reason, fix = "no setting has several values", "for example optimizer.lr=1e-3,3e-3, or train.seed='range(1,5)'"
@@ -60,10 +80,12 @@ def combinations(arguments: Sequence[str]) -> tuple[Combination, ...]:
     refuse(problems)
     runs = []
     value_lists = [values or (argument,) for argument, values in zip(arguments, choices, strict=True)]
-    for overrides in itertools.islice(itertools.product(*value_lists), MOST_RUNS + 1):
-        swept_here = (override for override, values in zip(overrides, choices, strict=True) if values)
+    whole = (overrides for overrides in itertools.product(*value_lists) if _belong_together(overrides, owners))
+    for overrides in itertools.islice(whole, MOST_RUNS + 1):
+        swept_here = (override for override, values in zip(overrides, choices, strict=True) if values and override)
         chosen = dict(override.split("=", 1) for override in swept_here)
-        runs.append(Combination(name=_directory_name(chosen), values=chosen, overrides=overrides))
+        given = tuple(filter(None, overrides)) if owners else overrides
+        runs.append(Combination(name=_directory_name(chosen), values=chosen, overrides=given))
     if len(runs) > MOST_RUNS:
         reason = f"asks for more than {MOST_RUNS:,} runs"
         raise ConfigError(Problem("--sweep", reason, "sweep fewer values at a time"))
@@ -74,6 +96,53 @@ def is_sweep(argument: str) -> bool:
     """Returns True if an argument gives a setting several values, listed or not."""
     problems: list[Problem] = []
     return bool(_expand(argument, problems) or problems)
+
+
+def _by_optimizer(
+    argument: str, optimizers: Sequence[str], problems: list[Problem]
+) -> dict[str, tuple[str, ...]] | None:
+    """Returns the overrides of each optimizer if the argument names optimizers; None for any other argument.
+
+    An optimizer without values has one empty override. Problems are added to `problems`.
+    """
+    key, _, text = argument.partition("=")
+    key = key.strip()
+    setting = setting_of(key)
+    if not key.startswith("optimizer.") or setting is None or setting.kind != "number":
+        return None
+    for_others, *named = _OPTIMIZER.split(text.strip())
+    if not named:
+        return None
+    values = {name: _values_of(key, listed, problems) for name, listed in zip(named[::2], named[1::2], strict=True)}
+    for name in [*values]:
+        if name not in optimizers:
+            swept = f"swept are {', '.join(optimizers)}" if optimizers else f"write optimizer={','.join(values)} too"
+            problems.append(Problem(key, f"has values for {name}, which is not swept", swept, value=text.strip()))
+    for name, count in Counter(named[::2]).items():
+        if count > 1:
+            problems.append(Problem(key, f"names {name} twice", f"write {name}:A,B once", value=text.strip()))
+    others = _values_of(key, for_others, problems) if for_others.strip() else ("",)
+    return {name: values.get(name, others) for name in optimizers}
+
+
+def _values_of(key: str, listed: str, problems: list[Problem]) -> tuple[str, ...]:
+    """Returns the overrides of one optimizer's values. A single value is a list of one."""
+    argument = f"{key}={listed.strip()}"
+    return _expand(argument, problems) or _expand(f"{key}=choice({listed.strip()})", problems) or (argument,)
+
+
+def _belong_together(overrides: Sequence[str], owners: Mapping[str, Mapping[str, tuple[str, ...]]]) -> bool:
+    """Returns True if all values that are listed for optimizers are listed for the optimizer of this run."""
+    if not owners:
+        return True
+    optimizer = next(override.partition("=")[2].strip() for override in overrides if key_of(override) == "optimizer")
+    chosen = {key_of(override) for override in overrides if override}
+    return all(
+        any(override in by_optimizer[optimizer] for override in overrides if key_of(override) == key)
+        if key in chosen
+        else by_optimizer[optimizer] == ("",)
+        for key, by_optimizer in owners.items()
+    )
 
 
 def _expand(argument: str, problems: list[Problem]) -> tuple[str, ...]:

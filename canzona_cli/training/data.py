@@ -2,7 +2,7 @@
 layout."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -172,12 +172,9 @@ class BatchStream(Iterator[Batch]):
     def __init__(self, dataset: Samples, world: World, *, first_sample: int = 0, count: int | None = None) -> None:
         self._world = world
         if count is None:
-            sample_count = len(dataset)  # type: ignore[arg-type]
-            indices: Iterable[list[int]] | Iterable[list[int | None]] = _indices(
-                world.layout, world.dp_rank, first_sample=first_sample, sample_count=sample_count
-            )
-        else:
-            indices = _padded_indices(world.layout, world.dp_rank, count=count)
+            left: int = len(dataset) - first_sample  # type: ignore[arg-type]
+            count = left - left % world.layout.global_batch_size
+        indices = _indices(world.layout, world.dp_rank, first=first_sample, count=count)
         on_gpu = world.device.type == "cuda"
         self._batches = iter(
             torch.utils.data.DataLoader(
@@ -212,23 +209,13 @@ def padded_micro_batches(layout: Layout, count: int) -> int:
     return multiple * math.ceil(count / (layout.micro_batch_size * layout.dp * multiple))
 
 
-def _padded_indices(layout: Layout, dp_rank: int, *, count: int) -> list[list[int | None]]:
-    """Returns the sample indices of each micro-batch of one data-parallel rank for the first `count` samples.
+def _indices(layout: Layout, dp_rank: int, *, first: int, count: int) -> list[list[int | None]]:
+    """Returns the sample indices of each micro-batch of one data-parallel rank for `count` samples from `first` on.
     None stands for a sample without loss, as in `GPTDataset`."""
     micro_batches: list[list[int | None]] = []
     for micro in range(padded_micro_batches(layout, count)):
         start = (micro * layout.dp + dp_rank) * layout.micro_batch_size
-        micro_batches.append([i if i < count else None for i in range(start, start + layout.micro_batch_size)])
-    return micro_batches
-
-
-def _indices(layout: Layout, dp_rank: int, *, first_sample: int, sample_count: int) -> list[list[int]]:
-    """Returns the sample indices of each micro-batch of one data-parallel rank, in order."""
-    micro_batches = []
-    for batch_start in range(first_sample, sample_count - layout.global_batch_size + 1, layout.global_batch_size):
-        for micro in range(layout.num_microbatches):
-            start = batch_start + (micro * layout.dp + dp_rank) * layout.micro_batch_size
-            micro_batches.append(list(range(start, start + layout.micro_batch_size)))
+        micro_batches.append([first + i if i < count else None for i in range(start, start + layout.micro_batch_size)])
     return micro_batches
 
 

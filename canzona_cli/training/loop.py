@@ -19,9 +19,8 @@ from canzona_cli.records.records import Ending, StepMetrics, ValidationLoss
 from canzona_cli.records.words import plural
 from canzona_cli.training.data import BatchStream, Datasets
 from canzona_cli.training.guards import Divergence, DivergenceGuard, LossSpike, SpikeGuard
-from canzona_cli.training.measure import StepProfiler, StragglerWatch
+from canzona_cli.training.measure import StarvationWatch, StepProfiler, StragglerWatch
 from canzona_cli.training.records import Journal, RankRecord
-from canzona_cli.training.routing import StarvationWatch
 from canzona_cli.training.saving import Saver
 from canzona_cli.training.step import Sampler, StepResult, describe_bad_losses, train_step, validate
 
@@ -122,7 +121,8 @@ class Training:
                     # If a validation is due, it is skipped, because it may take as long as many steps.
                     return self._stop()
                 self._save_and_validate(step, save=result.save, finished=finished)
-                collect_garbage(step)
+                if step % STEPS_BETWEEN == 0:
+                    gc.collect()
         # If the run does not save at its end, an earlier save may still be in progress.
         if self.saver is not None:
             self.record.watchdog.stage("save")
@@ -319,10 +319,3 @@ def suspend_garbage_collection() -> Iterator[None]:
     finally:
         gc.enable()
         gc.unfreeze()
-
-
-def collect_garbage(step: int) -> None:
-    """Collects garbage if the step is a multiple of `STEPS_BETWEEN`. Called after every step, on every
-    rank."""
-    if step % STEPS_BETWEEN == 0:
-        gc.collect()

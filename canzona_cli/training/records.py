@@ -185,7 +185,12 @@ class Journal:
         self.incident("sample", detail=detail, level="info", step=step, prompt=prompt, text=text)
 
     def breakdown(self, breakdown: MeasuredBreakdown) -> None:
-        self._save(self._files.breakdown, breakdown)
+        """Writes the run's breakdown."""
+        if self._writes:
+            try:
+                save(self._files.breakdown, breakdown)
+            except OSError as error:
+                self._warn(f"{self._files.breakdown.name} cannot be written ({error.strerror})")
 
     def _append(self, path: Path, line: Mapping[str, object]) -> None:
         """Adds a line to a file. If that fails, counts the lost line. Warns when lines begin to be lost, and when
@@ -204,14 +209,6 @@ class Journal:
         else:
             if lost_lines := self._down.pop(name, 0):
                 self._warn(f"{name} can be written again; {lost_lines} lines were lost")
-
-    def _save(self, path: Path, record: MeasuredBreakdown) -> None:
-        if not self._writes:
-            return
-        try:
-            save(path, record)
-        except OSError as error:
-            self._warn(f"{path.name} cannot be written ({error.strerror})")
 
     def _warn(self, text: str) -> None:
         """Logs a warning on this rank, and adds it to events.jsonl if that can be written."""

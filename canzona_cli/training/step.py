@@ -15,14 +15,48 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.engine.canzona_optimizer import CanzonaOptimizer, NonFiniteGradients
 from canzona_cli.core.megatron.model import Model, Trainee
 from canzona_cli.core.megatron.timers import PhaseTimer
+from canzona_cli.core.setup import Layout, ModelConfig
 from canzona_cli.data.corpus import tokenizer_of
 from canzona_cli.data.tokenizers import Tokenizer
 from canzona_cli.records.corpus import PreparedCorpus
 from canzona_cli.training.data import Batch, padded_micro_batches
-from canzona_cli.training.routing import Routing
 
 LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """A function that turns a model's output into the mean loss, for backward and for the records."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """The experts' token counts and the balancing loss of one step, the same on every rank."""
+
+    balancing_loss: float
+    """The balancing loss, as the mean over layers and micro-batches, without its weight: 1 if tokens are
+    spread evenly; 0 if the model has no balancing loss."""
+    tokens: tuple[tuple[float, ...], ...]
+    """The number of tokens of each expert, as `tokens[layer][expert]`. A token is counted for each of its
+    experts."""
+
+    @classmethod
+    def from_sums(cls, sums: Sequence[float], model: ModelConfig, layout: Layout) -> "Routing":
+        """Makes the record from the flattened result of `RoutingMeter.take`, summed over all ranks.
+
+        With `balancing_loss=sequence`, each data-parallel rank contributes the loss of its own sequences, so
+        the sum is divided by the number of these ranks. Otherwise the ranks contribute parts of a single loss
+        for the global batch.
+        """
+        width = 1 + model.num_experts
+        layers = [sums[start : start + width] for start in range(0, len(sums), width)]
+        parts = layout.num_microbatches * (layout.dp if model.balancing_loss == "sequence" else 1)
+        return cls(
+            balancing_loss=sum(layer[0] for layer in layers) / (len(layers) * parts),
+            tokens=tuple(tuple(layer[1:]) for layer in layers),
+        )
+
+    @property
+    def load(self) -> float:
+        """The load of the busiest expert: its number of tokens divided by the mean over its layer's
+        experts."""
+        return max(max(layer) * len(layer) / sum(layer) for layer in self.tokens)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,6 +33,42 @@ def test_each_run_composes_to_its_values_and_is_called_after_them() -> None:
     assert runs[1].words == "optimizer.lr=0.001 train.seed=2"
 
 
+RATES = ("optimizer=muon,soap,adamw", "optimizer.lr=1e-3,2e-3,muon:5e-3,1e-2,2e-2", "train.seed=1,2")
+
+
+@pytest.mark.parametrize("arguments", [*itertools.permutations(RATES)])
+def test_each_optimizer_has_its_own_rates(arguments: tuple[str, ...]) -> None:
+    """In whatever order they are typed; rates in front of the first name are those of the optimizers not named."""
+    runs = combinations(["recipe=qwen3-tiny", *arguments])
+    optimizers = [compose_run(run.overrides).config.optimizer for run in runs]
+    rates = {"muon": (5e-3, 1e-2, 2e-2), "soap": (1e-3, 2e-3), "adamw": (1e-3, 2e-3)}
+    wanted = [(name, lr) for name, listed in rates.items() for lr in listed for _ in (1, 2)]
+    assert sorted((optimizer.name, optimizer.lr) for optimizer in optimizers) == sorted(wanted)
+    assert len({run.name for run in runs}) == len(runs)
+
+
+def test_an_optimizer_without_values_keeps_the_recipes() -> None:
+    runs = combinations(["recipe=qwen3-tiny", "optimizer=muon,adamw", "optimizer.lr=muon:0.01"])
+    assert [run.name for run in runs] == ["optimizer=muon_lr=0.01", "optimizer=adamw"]
+    alone = compose_run(["recipe=qwen3-tiny", "optimizer=adamw"]).config
+    assert compose_run(runs[1].overrides).config == alone
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("optimizer=muon,adamw", "optimizer.lr=soap:0.1,0.2"), "values for soap, which is not swept"),
+        (("optimizer.lr=muon:0.1,0.2",), "values for muon, which is not swept"),
+        (("optimizer=muon,adamw", "optimizer.lr=muon:0.1,adamw:0.1,muon:0.2"), "names muon twice"),
+        (("optimizer=muon,adamw", "optimizer.lr=muon:0.1,0.1"), "the same value several times: 0.1"),
+    ],
+)
+def test_a_rate_for_an_optimizer_that_is_not_swept_is_one_line(arguments: tuple[str, ...], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as error:
+        combinations(["recipe=qwen3-tiny", *arguments])
+    assert len(error.value.problems) == 1
+
+
 def test_names_are_safe_short_and_never_shared() -> None:
     runs = combinations(["data.path='a/b','a-b',../../x", "run.root='" + "y" * 300 + "','" + "y" * 299 + "'"])
     names = [run.name for run in runs]

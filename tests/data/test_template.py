@@ -1,13 +1,10 @@
 """Templates fill documents from fields or messages, and say what they lack."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from canzona_cli.data.indexed import inspect_pair
 from canzona_cli.data.template import Unfilled, fill, template_problem
-from canzona_cli.data.view import view
 from tests.cli.commands.support import canzona
 
 CHAT = [{"role": "user", "content": "2 + {2}?"}, {"role": "assistant", "content": "4\n"}]
@@ -42,24 +39,6 @@ def test_a_template_has_plain_names_only(template: str) -> None:
 @pytest.mark.parametrize("template", ["{text}", r"{role}: {content}\n", "{{{a_b-c}}}", "{a.b}"])
 def test_a_template_with_names_is_fine(template: str) -> None:
     assert template_problem(template) == ""
-
-
-def test_chat_is_prepared_and_shown_as_text(tmp_path: Path) -> None:
-    lines = [json.dumps({"messages": CHAT}), json.dumps({"messages": CHAT[:1]})]
-    (tmp_path / "chat.jsonl").write_text("\n".join(lines))
-    unnamed = canzona("data", "prepare", "chat.jsonl", "-o", "chat", cwd=tmp_path)
-    assert "it has 'messages'" in " ".join(unnamed.stderr.split())
-    assert "--text-key messages --template '{role}: {content}\\n'" in " ".join(unnamed.stderr.split())
-    asked = ("data", "prepare", "chat.jsonl", "-o", "chat", "--text-key", "messages")
-    without = canzona(*asked, cwd=tmp_path, code=2)
-    assert "→ --template '{role}: {content}\\n'" in " ".join(without.stderr.split())
-    canzona(*asked, "--template", r"{role}: {content}\n", cwd=tmp_path, code=0)
-    assert inspect_pair(tmp_path / "chat").documents == 2
-    shown = view(tmp_path / "chat", documents=2, tokens=100, seq_length=None)
-    assert [document.text for document in shown.documents] == [
-        "user: 2 + {2}?\nassistant: 4\n\n",
-        "user: 2 + {2}?\n",
-    ]
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe"])

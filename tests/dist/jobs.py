@@ -4,7 +4,7 @@ import gc
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -13,7 +13,6 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.megatron.model import Trainee
 from canzona_cli.core.megatron.parallel import World
-from canzona_cli.core.megatron.timers import StepTiming
 from canzona_cli.core.planner.make import make_plan
 from canzona_cli.core.planner.plan import Plan
 from canzona_cli.core.setup import Execution, Layout
@@ -21,8 +20,6 @@ from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.records.corpus import PreparedCorpus
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from canzona_cli.training.assemble import join
-from canzona_cli.training.data import BatchStream, build_datasets
-from canzona_cli.training.step import train_step, validate
 from tests.dist.ranks import run_ranks
 
 # A small qwen3-tiny that every layout of four ranks divides. Few micro-batches: four ranks on two cores spend
@@ -60,43 +57,6 @@ def resolve(*overrides: str) -> tuple[RunConfig, Layout]:
 @cache
 def _resolved(overrides: tuple[str, ...]) -> tuple[RunConfig, Layout]:
     return config_resolve.resolve(compose_run(list(overrides)).config)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Curve:
-    """The part of a run that one rank saw."""
-
-    validation_before: float
-    losses: list[float]
-    grad_norms: list[float]
-    learning_rates: list[float]
-    validation_after: float
-    timings: list[StepTiming]
-
-
-def train(cache: Path, *overrides: str) -> list[Curve]:
-    """Train `SMALL` with `overrides` on as many ranks as `gpus` says; the curve every rank saw."""
-    [curves] = train_each(cache, overrides)
-    return curves
-
-
-def train_each(cache: Path, *runs: tuple[str, ...]) -> list[list[Curve]]:
-    """The same of several runs that are cut over ranks alike, on the same ranks."""
-    made = [prepare(cache, *run) for run in runs]
-    plans = [planned(config, layout) for config, layout, _ in made]
-
-    def work(number: int, world: World) -> Curve:
-        config, _, corpus = made[number]
-        return _train(config, assemble_trainee(config, world, plans[number]), corpus, cache / "indices")
-
-    cases = {number: (config, layout) for number, (config, layout, _) in enumerate(made)}
-    return [*on_ranks(cases, work).values()]
-
-
-def assemble(cache: Path, *overrides: str) -> tuple[Trainee, PreparedCorpus]:
-    """Builds everything a worker has before its first step."""
-    config, layout, corpus = prepare(cache, *overrides)
-    return build(config, layout), corpus
 
 
 def prepare(cache: Path, *overrides: str) -> tuple[RunConfig, Layout, PreparedCorpus]:
@@ -186,21 +146,3 @@ def ranks_of(settings: Sequence[str]) -> frozenset[tuple[str, str]]:
 def planned(config: RunConfig, layout: Layout) -> Plan | None:
     """The run's plan; None for one that executes none. Kept for the session: `make_plan` keeps eight."""
     return make_plan(config.setup, layout) if config.execution is Execution.PLANNED else None
-
-
-def _train(config: RunConfig, trainee: Trainee, corpus: PreparedCorpus, indices: Path) -> Curve:
-    datasets = build_datasets(config, corpus, cache=indices)
-    (held_out,) = datasets.validation
-    count = 2 * trainee.world.layout.global_batch_size
-    before = validate(trainee, BatchStream(held_out.samples, trainee.world), samples=count)
-    batches = BatchStream(datasets.train, trainee.world)
-    steps = [train_step(trainee, batches) for _ in range(trainee.setup.train.steps)]
-    after = validate(trainee, BatchStream(held_out.samples, trainee.world), samples=count)
-    return Curve(
-        validation_before=before,
-        losses=[step.loss for step in steps],
-        grad_norms=[step.grad_norm for step in steps],
-        learning_rates=[step.lr for step in steps],
-        validation_after=after,
-        timings=trainee.timer.timings(),
-    )

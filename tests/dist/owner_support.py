@@ -15,16 +15,13 @@ from canzona_cli.config.resolve import resolve
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.megatron import parallel
 from canzona_cli.core.megatron.matrix_buffers import (
-    check_model,
-    full_param_layout,
     global_parameters,
-    matrix_parameters,
     placements,
     stage_buckets,
-    tag_matrices,
 )
 from canzona_cli.core.megatron.model import build_model
-from canzona_cli.core.megatron.owner_bucket_group import adamw_groups, install, matrix_groups
+from canzona_cli.core.megatron.optimizer import wrap_data_parallel
+from canzona_cli.core.megatron.owner_bucket_group import adamw_groups, matrix_groups
 from canzona_cli.core.megatron.parallel import World
 from canzona_cli.core.planner.make import make_plan
 from canzona_cli.core.planner.plan import Assignment, Plan, Range
@@ -80,46 +77,22 @@ def start(config: RunConfig, layout: Layout) -> World:
 
 def wrap(config: RunConfig, world: World, plan: Plan) -> DistributedDataParallel:
     """The model in the plan's buckets, matrices on `OwnerBucketGroup`s."""
-    [model] = build_model(config.setup, world)
-    stage = world.pp_rank
-    check_model([model], plan, world)
-    tag_matrices([model], matrix_parameters([model], plan, world))
-    overlap = config.parallel.overlap_grad_reduce
-    ddp_config = _ddp_config(config, overlap=overlap, sharded=True)
-    bucket_size = config.parallel.bucket_elements if overlap and stage == 0 else None
-    ddp = DistributedDataParallel(
-        config=get_model_config(model),
-        ddp_config=ddp_config,
-        module=model,
-        pg_collection=world.groups,
-        full_param_layout=full_param_layout(model, 0, plan, world, ddp_config, bucket_size),
-    )
-    install([ddp], plan, world)
-    get_model_config(model).no_sync_func = ddp.no_sync
-    get_model_config(model).finalize_model_grads_func = finalize_model_grads
+    [ddp] = wrap_data_parallel(build_model(config.setup, world), config.setup, world, plan)
     return ddp
 
 
 def wrap_plain(config: RunConfig, world: World) -> DistributedDataParallel:
     """The same model; `reference` all-reduces its gradients."""
     [model] = build_model(config.setup, world)
-    return DistributedDataParallel(
-        config=get_model_config(model),
-        ddp_config=_ddp_config(config, overlap=False, sharded=False),
-        module=model,
-        pg_collection=world.groups,
-    )
-
-
-def _ddp_config(config: RunConfig, *, overlap: bool, sharded: bool) -> DistributedDataParallelConfig:
-    return DistributedDataParallelConfig(
+    ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.train.grad_reduce_dtype == "fp32",
-        overlap_grad_reduce=overlap,
-        overlap_param_gather=overlap,
-        use_distributed_optimizer=sharded,
+        overlap_grad_reduce=False,
+        use_distributed_optimizer=False,
         bucket_size=config.parallel.bucket_elements,
         average_in_collective=False,
     )
+    megatron = get_model_config(model)
+    return DistributedDataParallel(config=megatron, ddp_config=ddp_config, module=model, pg_collection=world.groups)
 
 
 def iterate(ddp: DistributedDataParallel, config: RunConfig, world: World, *, seed: int) -> None:

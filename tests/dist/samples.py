@@ -15,12 +15,9 @@ class RandomTokens(torch.utils.data.Dataset[Batch]):
     def __len__(self) -> int:
         return self._samples
 
-    def _text(self, index: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(index)
-        return torch.randint(self._vocab_size, (self._seq_length + 1,), generator=generator)
-
     def __getitem__(self, index: int) -> Batch:
-        text = self._text(index)
+        generator = torch.Generator().manual_seed(index)
+        text = torch.randint(self._vocab_size, (self._seq_length + 1,), generator=generator)
         return {
             "tokens": text[:-1],
             "labels": text[1:],
@@ -29,15 +26,6 @@ class RandomTokens(torch.utils.data.Dataset[Batch]):
         }
 
 
-class FrequentToken(RandomTokens):
-    """Samples in which every second token is the same, as frequent as spaces in indented source code."""
-
-    def _text(self, index: int) -> torch.Tensor:
-        text = super()._text(index)
-        text[::2] = ord(" ")
-        return text
-
-
-def samples_of(setup: Setup, count: int, kind: type[RandomTokens] = RandomTokens) -> RandomTokens:
+def samples_of(setup: Setup, count: int) -> RandomTokens:
     """Returns samples with the length of the run's sequences and the vocabulary of its model."""
-    return kind(samples=count, seq_length=setup.train.seq_length, vocab_size=setup.model.vocab_size)
+    return RandomTokens(samples=count, seq_length=setup.train.seq_length, vocab_size=setup.model.vocab_size)

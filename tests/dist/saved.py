@@ -74,9 +74,9 @@ def resolve(*overrides: str) -> tuple[RunConfig, Layout]:
     return jobs.resolve(*FIXED, *overrides)
 
 
-def saving_runs(folder: Path, cases: Iterable[Case], swept: Iterable[Case] = ()) -> Runs[Case, Outcome]:
-    """Runs with a checkpoint each under `folder`, those that only sweeps ask for apart. A run starts in other processes
-    than those that saved what it starts from."""
+def saving_runs(folder: Path, cases: Iterable[Case]) -> Runs[Case, Outcome]:
+    """Runs with a checkpoint each under `folder`. A run starts in other processes than those that saved what it starts
+    from."""
 
     def run(together: Sequence[Case]) -> list[Outcome]:
         made = {case: resolve(*case.settings) for case in together}
@@ -97,7 +97,7 @@ def saving_runs(folder: Path, cases: Iterable[Case], swept: Iterable[Case] = ())
             for case, ranks in on_ranks(made, work).items()
         ]
 
-    runs = Runs(cases, lambda case: (ranks_of(case.settings), case.depth), run, swept)
+    runs = Runs(cases, lambda case: (ranks_of(case.settings), case.depth), run)
     return runs
 
 

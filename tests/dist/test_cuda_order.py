@@ -4,22 +4,20 @@ Real ranks, real steps, with clipping and guards; only the device is not there (
 """
 
 import hashlib
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import pytest
-import torch
 from megatron.core.utils import get_model_config
 
 from canzona_cli.checkpoint.manifest import Shard
 from canzona_cli.checkpoint.snapshot import Snapshots
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.engine.wire import SideStream
-from canzona_cli.core.megatron import owner_bucket_group, quick_import
+from canzona_cli.core.megatron import quick_import
 from canzona_cli.core.megatron.model import Trainee
-from canzona_cli.core.megatron.timers import CONNECTIONS, StepTiming
+from canzona_cli.core.megatron.timers import StepTiming
 from canzona_cli.core.phases import StepTimeline
 from canzona_cli.core.planner.plan import Plan
 from canzona_cli.core.planner.reduction import GATHERED
@@ -46,15 +44,6 @@ SETTINGS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class FoundOut:
-    """The facts about grouped reductions that a run establishes when it starts."""
-
-    said: str | None
-    launches: int
-    waits: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Stood:
     """One rank's steps on the stand-in."""
 
@@ -77,7 +66,6 @@ class Stood:
     timings: list[StepTiming]
     timelines: list[StepTimeline]
     pinned: int
-    found_out: FoundOut
     landing: int
     """Tensors that were still being copied when a save was given them to write."""
     unwaited: int
@@ -97,8 +85,6 @@ def stood(small: tuple[RunConfig, Layout]) -> list[Stood]:
 
 def _steps(config: RunConfig, layout: Layout) -> Stood:
     with _standing(config, layout) as (trainee, record):
-        found_out = _find_out(trainee, record)
-        record.forget()
         stream = batches(trainee)
         timer, losses, host = trainee.timer, [], []
         for _ in range(STEPS):
@@ -139,26 +125,9 @@ def _steps(config: RunConfig, layout: Layout) -> Stood:
             timings=timings,
             timelines=timelines,
             pinned=pinned,
-            found_out=found_out,
             landing=landing,
             unwaited=unwaited,
         )
-
-
-def _find_out(trainee: Trainee, record: Record) -> FoundOut:
-    def serial(operation: Callable[[], None]) -> float:
-        """Seconds of a device that does one thing a second."""
-        before = len(record.operations)
-        operation()
-        return float(len(record.operations) - before)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(owner_bucket_group, "device_seconds", serial)
-        patched.setattr(owner_bucket_group, "_AHEAD_BYTES", 8)  # no device is kept busy
-        assumed = trainee.setup.cluster.grouped_collectives
-        said = owner_bucket_group.find_contradiction(trainee.chunks, trainee.world, assumed=assumed)
-    launched = [found for found in record.operations if found.stream.startswith("nccl")]
-    return FoundOut(said=said, launches=len(launched), waits=len(record.waits))
 
 
 @contextmanager
@@ -224,20 +193,6 @@ def test_nothing_that_shares_memory_is_left_in_any_order(stood: list[Stood]) -> 
         assert rank.unordered
         # And there was something to check.
         assert {"aten::copy_", "aten::where"} <= set(rank.side_stream)
-
-
-@pytest.mark.parametrize("freed", [True, False])
-def test_memory_that_lies_where_other_memory_lay_is_no_race(freed: bool) -> None:
-    """torch makes some tensors unseen by the stand-in, as for a number that is filled in."""
-    place = bytearray(64)
-    with cuda_stand_in() as record:
-        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
-            before = torch.frombuffer(place, dtype=torch.float32)
-            before.zero_()
-        if freed:
-            del before
-        torch.frombuffer(place, dtype=torch.float32).zero_()
-    assert bool(record.races) is not freed
 
 
 def test_shared_matrices_are_left_in_no_order_and_waited_for_by_nobody() -> None:
@@ -309,18 +264,6 @@ def test_a_save_reads_what_has_been_copied(stood: list[Stood]) -> None:
         assert rank.unwaited > 0
 
 
-def test_ranks_find_out_how_buckets_are_reduced(small: tuple[RunConfig, Layout], stood: list[Stood]) -> None:
-    """They time the reductions that the engine issues, many in a group and waited for at once."""
-    assert small[0].cluster.grouped_collectives
-    repeats = owner_bucket_group._REPEATS + 1
-    for rank in stood:
-        assert rank.found_out.said == owner_bucket_group.describe_contradiction(1.0, assumed=True)
-        # Behind all-reduces that keep the device busy, and with one at the end, so that all say the same.
-        ahead = 2 * owner_bucket_group._REPEATS * owner_bucket_group._AHEAD
-        assert rank.found_out.launches == repeats * 2 * owner_bucket_group.REDUCTIONS + ahead + 1
-        assert rank.found_out.waits == repeats * (1 + owner_bucket_group.REDUCTIONS) + ahead + 1
-
-
 def test_a_steps_time_is_told_from_events_that_have_passed(stood: list[Stood]) -> None:
     """The stand-in's events refuse to be read before the host knows that they have passed, as CUDA's do."""
     for rank in stood:
@@ -331,24 +274,3 @@ def test_a_steps_time_is_told_from_events_that_have_passed(stood: list[Stood]) -
         assert ends == sorted(ends)
         for line, timing in zip(rank.timelines, rank.timings[-len(rank.timelines) :], strict=True):
             assert line.end_s - line.start_s == pytest.approx(timing.step_s)
-
-
-@pytest.mark.sweep
-def test_on_one_queue_nobody_but_the_step_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user may force it: a watcher's wait would then hold up every launch behind it."""
-    config, layout = resolve(*SETTINGS)
-    monkeypatch.setenv(CONNECTIONS, "1")
-
-    def rank() -> tuple[Counter[str], list[StepTiming]]:
-        with _standing(config, layout) as (trainee, record):
-            stream = batches(trainee)
-            for _ in range(2):
-                train_step(trainee, stream)
-            return Counter(wait.stream for wait in record.waits), list(trainee.timer.timings())
-
-    for waits, timings in run_ranks(layout.world_size, rank):
-        assert len(waits) == 2, "the computing stream and the one beside it"
-        for timing in timings:
-            # Upper bounds: until the step waited.
-            assert timing.phases["exchange_total"] >= timing.phases["exchange"]
-            assert timing.phases["grad_reduce_total"] >= timing.phases["grad_reduce"]

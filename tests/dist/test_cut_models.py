@@ -1,7 +1,7 @@
 """Sequences cut over context-parallel ranks, and stages of several chunks, train the model that one rank trains."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -13,18 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.modules import CUT_STARTS
-from canzona_cli.core.megatron.parallel import World
-from canzona_cli.core.setup import Layout
-from canzona_cli.training.assemble import assemble
+from canzona_cli.core.megatron.model import Trainee
+from canzona_cli.core.setup import Layout, Setup
 from canzona_cli.training.data import Batch, BatchStream
-from canzona_cli.training.step import train_step, validate
-from tests.dist import jobs, whole
-from tests.dist.jobs import Runs, on_ranks, planned
+from canzona_cli.training.step import validate
+from tests.dist import jobs
+from tests.dist.jobs import Runs
 from tests.dist.ranks import run_ranks
 from tests.dist.samples import RandomTokens
-from tests.dist.synthetic import finish_gathering
-from tests.dist.trained import FIXED, different
-from tests.dist.whole import Part, Weights, part_of
+from tests.dist.trained import FIXED, Trained, different, run_trainings
 
 STEPS = 2
 """The second begins with the weights, momenta and averages of the first."""
@@ -34,50 +31,28 @@ LAYOUTS = {
     "cp2": ("gpus=2", "parallel.cp=2", "train.micro_batch_size=4"),
     "sp tp2": ("gpus=2", "parallel.tp=2", "parallel.sequence_parallel=true", "train.micro_batch_size=4"),
     "cp2 tp2": ("gpus=4", "parallel.cp=2", "parallel.tp=2", "train.micro_batch_size=4"),
-    "cp2 pp2": ("gpus=4", "parallel.cp=2", "parallel.pp=2", "train.micro_batch_size=4"),
     "one rank, of chunks": (*SMALL, "gpus=1"),
     "pp2": (*SMALL, "gpus=4", "parallel.pp=2", "parallel.vpp=1"),
     "pp2 vpp2": (*SMALL, "gpus=4", "parallel.pp=2", "parallel.vpp=2"),
-    "one rank, 5 layers": (*SMALL, "model.num_layers=5", "gpus=1"),
-    "pp2, 5 layers": (*SMALL, "model.num_layers=5", "gpus=2", "parallel.pp=2"),
     "one rank, 7 layers": (*SMALL, "model.num_layers=7", "gpus=1"),
-    "pp3, 7 layers": (*SMALL, "model.num_layers=7", "gpus=3", "parallel.pp=3"),
     "pp2 vpp2, 7 layers": (*SMALL, "model.num_layers=7", "gpus=2", "parallel.pp=2", "parallel.vpp=2"),
 }
 SETTINGS = {
     "muon": ("optimizer=muon",),
     "muon unclipped": ("optimizer=muon", "optimizer.clip_grad=0"),
     "adamw": ("optimizer=adamw",),
-    "muon bf16 selective": ("optimizer=muon", "train.precision=bf16", "train.recompute=selective"),
 }
 Run = tuple[str, str]
 """A layout and settings."""
 COMPARED: dict[Run, str] = {
     ("cp2", "muon"): "one rank",
-    ("cp2", "adamw"): "one rank",
     ("sp tp2", "muon"): "one rank",
     ("cp2 tp2", "muon"): "one rank",
-    ("cp2 tp2", "muon bf16 selective"): "one rank",
-    ("cp2 pp2", "muon"): "one rank",
     ("pp2 vpp2", "muon unclipped"): "one rank, of chunks",
-    ("pp2 vpp2", "adamw"): "one rank, of chunks",
-    # Stages with different numbers of layers: 3 and 2; 2, 3 and 2; and in chunks 2 and 2, 2 and 1.
-    ("pp2, 5 layers", "muon"): "one rank, 5 layers",
-    ("pp2, 5 layers", "adamw"): "one rank, 5 layers",
-    ("pp3, 7 layers", "muon"): "one rank, 7 layers",
+    # Chunks of 2 and 2, 2 and 1 layers.
     ("pp2 vpp2, 7 layers", "muon unclipped"): "one rank, 7 layers",
 }
-"""Layouts with the one rank that trains the same."""
-SWEPT: set[Run] = {
-    ("cp2", "adamw"),
-    ("cp2 tp2", "muon bf16 selective"),
-    ("cp2 pp2", "muon"),
-    ("pp2 vpp2", "adamw"),
-    ("pp2, 5 layers", "adamw"),
-    ("pp2, 5 layers", "muon"),
-    ("pp3, 7 layers", "muon"),
-}
-"""Cases that only the sweep compares: another run cuts every axis too."""
+"""Layouts with the one rank that trains the same; `tests.dist.fuzz` draws more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +64,9 @@ class Bounds:
     weights: float
 
 
-# Seen in fp32: losses 4e-7, norms 8e-6 (5e-5 over chunks), weights 1e-4. In bf16: 1e-4, 7e-4, 0.05.
+# Seen in fp32: losses 4e-7, norms 8e-6 (5e-5 over chunks), weights 1e-4.
 CUT = Bounds(loss=2e-6, grad_norm=3e-5, weights=5e-4)
 CHUNKS = Bounds(loss=2e-6, grad_norm=2e-4, weights=5e-3)
-BF16 = Bounds(loss=5e-4, grad_norm=3e-3, weights=0.15)
 
 
 class MaskedTokens(RandomTokens):
@@ -105,85 +79,37 @@ class MaskedTokens(RandomTokens):
         return sample
 
 
-@dataclass(frozen=True, kw_only=True)
-class Seen:
-    """The part of a run that one rank saw."""
-
-    losses: list[float]
-    grad_norms: list[float]
-    validation: float
-    before: Part
-    after: Part
-
-
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """The results that all ranks of a run agree on."""
-
-    losses: list[float]
-    grad_norms: list[float]
-    validation: float
-    before: Weights
-    after: Weights
-
-
 def _resolve(run: Run) -> tuple[RunConfig, Layout]:
     where, how = run
     return jobs.resolve(*FIXED, *SETTINGS[how], *LAYOUTS[where])
 
 
-def _train(runs: Sequence[Run]) -> list[Found]:
-    made = {run: _resolve(run) for run in runs}
-    plans = {run: planned(*case) for run, case in made.items()}
-
-    def work(run: Run, world: World) -> Seen:
-        config = made[run][0]
-        trainee = assemble(config, world, plans[run])
-        before = part_of(trainee.chunks, world)
-        samples = MaskedTokens(
-            samples=STEPS * world.layout.global_batch_size,
-            seq_length=config.train.seq_length,
-            vocab_size=config.model.vocab_size,
-        )
-        batches = BatchStream(samples, world)
-        steps = [train_step(trainee, batches) for _ in range(STEPS)]
-        validation = validate(trainee, BatchStream(samples, world), samples=2 * world.layout.global_batch_size)
-        finish_gathering(trainee)
-        return Seen(
-            losses=[step.loss for step in steps],
-            grad_norms=[step.grad_norm for step in steps],
-            validation=validation,
-            before=before,
-            after=part_of(trainee.chunks, world),
-        )
-
-    return [_agreed(ranks, made[run][0]) for run, ranks in on_ranks(made, work).items()]
+def _masked(setup: Setup, count: int) -> MaskedTokens:
+    return MaskedTokens(samples=count, seq_length=setup.train.seq_length, vocab_size=setup.model.vocab_size)
 
 
-def _agreed(ranks: list[Seen], config: RunConfig) -> Found:
-    assert len({(*seen.losses, *seen.grad_norms, seen.validation) for seen in ranks}) == 1, "ranks disagree"
-    return Found(
-        losses=ranks[0].losses,
-        grad_norms=ranks[0].grad_norms,
-        validation=ranks[0].validation,
-        before=whole.assemble([seen.before for seen in ranks], config.model),
-        after=whole.assemble([seen.after for seen in ranks], config.model),
-    )
+def _validated(trainee: Trainee) -> float:
+    count = 2 * trainee.world.layout.global_batch_size
+    return validate(trainee, BatchStream(_masked(trainee.setup, count), trainee.world), samples=count)
 
 
-def _with_references(runs: Iterable[Run]) -> list[Run]:
-    return [other for run in runs for other in (run, (COMPARED[run], run[1]))]
+def _train(runs: Sequence[Run]) -> list[Trained]:
+    found = run_trainings([(*_resolve(run), STEPS) for run in runs], read=_masked, look=_validated)
+    assert all(len(set(one.kept)) == 1 for one in found), "ranks disagree about a validation"
+    return found
 
 
 RUNS = Runs(
-    [*_with_references(COMPARED.keys() - SWEPT), ("pp2", "muon unclipped"), ("one rank", "adamw")],
+    [
+        *(other for run, one in COMPARED.items() for other in (run, (one, run[1]))),
+        *(("pp2", "muon unclipped"), ("one rank", "adamw")),
+    ],
     lambda run: run[0],
     _train,
-    swept=_with_references(SWEPT),
 )
 
 
-def _apart(one: Found, reference: Found) -> float:
+def _apart(one: Trained, reference: Trained) -> float:
     """Returns the distance between two runs' ends over the distance they went, in norms over all weights."""
     between, way = (
         sum(float((one.after[name] - other[name]).square().sum()) for name in other)
@@ -198,16 +124,14 @@ def test_a_loss_is_the_mean_over_the_tokens_that_count() -> None:
     assert first == pytest.approx(math.log(_resolve(("one rank", "adamw"))[0].model.vocab_size), rel=0.02)
 
 
-@pytest.mark.parametrize(
-    "run", [pytest.param(run, marks=pytest.mark.sweep) if run in SWEPT else run for run in COMPARED], ids=" ".join
-)
+@pytest.mark.parametrize("run", COMPARED, ids=" ".join)
 def test_a_cut_model_trains_what_one_rank_trains(run: Run) -> None:
     where, how = run
     one, found = RUNS[COMPARED[run], how], RUNS[run]
-    bounds = BF16 if "bf16" in how else CHUNKS if "vpp" in where else CUT
+    bounds = CHUNKS if "vpp" in where else CUT
     assert min(one.grad_norms) > 0.25 or "vpp" in where, "clipping is not active"
     assert different(found.before, one.before) == []
-    assert (*found.losses, found.validation) == pytest.approx((*one.losses, one.validation), rel=bounds.loss)
+    assert (*found.losses, found.kept[0]) == pytest.approx((*one.losses, one.kept[0]), rel=bounds.loss)
     assert found.grad_norms == pytest.approx(one.grad_norms, rel=bounds.grad_norm)
     assert _apart(found, one) < bounds.weights
 
@@ -216,7 +140,7 @@ def test_chunks_change_no_bit() -> None:
     """The same sums in the same order, but for the norm of all gradients, by which nothing is clipped here."""
     interleaved, plain = RUNS["pp2 vpp2", "muon unclipped"], RUNS["pp2", "muon unclipped"]
     assert interleaved.losses == plain.losses
-    assert interleaved.validation == plain.validation
+    assert interleaved.kept[0] == plain.kept[0]
     assert interleaved.grad_norms == pytest.approx(plain.grad_norms, rel=1e-6)
     assert different(interleaved.after, plain.after) == []
 

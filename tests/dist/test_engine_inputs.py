@@ -23,7 +23,7 @@ from canzona_cli.training.step import train_step
 from tests.dist.engine_support import batches, custom, engine_of, resolve
 from tests.dist.jobs import build, on_ranks, planned
 from tests.dist.ranks import run_ranks
-from tests.dist.synthetic import finish_gathering, run_engine
+from tests.dist.synthetic import run_engine
 from tests.dist.whole import Part, part_of
 from tests.dist.whole import assemble as assemble_whole
 
@@ -258,8 +258,7 @@ def test_an_optimizer_that_cannot_be_used_is_refused_everywhere(tmp_path: Path) 
 def test_a_class_that_one_machine_does_not_have_is_refused_on_all(tmp_path: Path) -> None:
     """A file that was not copied everywhere: no rank goes on alone and waits for ever."""
     config, layout = resolve("gpus=2", "parallel.tp=2", "parallel.pp=1")
-    toy = tmp_path / "toy.py"
-    toy.write_text(TOY)
+    toy = _source(tmp_path, "Toy", "def step(self): [p.data.sub_(0.1) for p in self.param_groups[0]['params']]")
 
     def rank() -> str:
         here = custom(config, toy if os.environ["RANK"] == "0" else tmp_path / "elsewhere.py", "Toy")
@@ -270,50 +269,3 @@ def test_a_class_that_one_machine_does_not_have_is_refused_on_all(tmp_path: Path
     first, second = run_ranks(layout.world_size, rank)
     assert first == second
     assert "there is no file" in first
-
-
-TOY = """
-import torch
-
-class Toy(torch.optim.Optimizer):
-    def __init__(self, params, lr, weight_decay, momentum=0.0):
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
-
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                average = self.state[p].setdefault("average", torch.zeros_like(p))
-                average.mul_(group["momentum"]).add_(p.grad)
-                rank_one = average.sum(0, keepdim=True) * average.sum(1, keepdim=True) / average.sum()  # whole matrix
-                direction = average / average.norm() + 0.1 * rank_one / rank_one.norm()
-                p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction, alpha=group["lr"])
-"""
-
-
-@pytest.mark.sweep  # ten steps; tests/core/engine/test_known_optimizer.py has one too
-def test_a_toy_optimizer_trains_on_four_ranks_as_on_one(tmp_path: Path) -> None:
-    """Ten real steps, bf16 off, clipped, on a batch that comes back; it needs whole matrices and knows no rank."""
-    assert len(TOY.strip().splitlines()) < 20
-    toy = tmp_path / "toy.py"
-    toy.write_text(TOY)
-    curves = {}
-    for where in (TP2_DP2, ("gpus=1",)):
-        config, layout = resolve("train.precision=fp32", "optimizer.lr=0.05", *where)
-        config = custom(config, toy, "Toy", momentum=0.9)
-
-        plan = make_plan(config.setup, layout)
-
-        def rank(config: RunConfig = config, layout: Layout = layout, plan: Plan = plan) -> tuple[list[float], Part]:
-            trainee = build(config, layout, plan)
-            losses = [train_step(trainee, batches(trainee, 1)).loss for _ in range(10)]
-            finish_gathering(trainee)
-            return losses, part_of(trainee.chunks, trainee.world)
-
-        found = run_ranks(layout.world_size, rank)
-        assert len({tuple(losses) for losses, _ in found}) == 1
-        curves[layout.world_size] = found[0][0], assemble_whole([part for _, part in found], config.model)
-    (many, last), (one, alone) = curves[4], curves[1]
-    assert many[-1] < many[0] - 0.2
-    # Sums of gradients in another order: seen 5e-7 of a loss and 1.5e-6 of a weight.
-    assert max(abs(a - b) for a, b in zip(many, one, strict=True)) < 1e-5
-    assert max((last[name] - alone[name]).abs().max().item() for name in alone) < 3e-5

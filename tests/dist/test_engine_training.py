@@ -99,6 +99,8 @@ USUAL, *OTHERWISE = (
         ("engine=paper", "engine.reduction=ring"),
         ("parallel.overlap_grad_reduce=false",),
         ("parallel.overlap_param_gather=false",),
+        ("train.recompute=full",),
+        ("train.recompute=selective",),
     )
 )
 """The cases that need a real backward and forward pass; `test_engine_exact` compares plans without."""
@@ -198,7 +200,7 @@ def test_tied_embeddings_over_stages_differ_by_rounding() -> None:
 
 
 @pytest.mark.parametrize("run", OTHERWISE, ids=lambda run: run[0][-1])
-def test_how_buckets_travel_and_what_overlaps_changes_no_bit(run: Run) -> None:
+def test_how_buckets_travel_what_overlaps_and_what_is_computed_again_changes_no_bit(run: Run) -> None:
     """Each of two data-parallel ranks accumulates two micro-batches; every sum of two ranks is the same."""
     usual, found = RUNS[USUAL], RUNS[run]
     assert different(found.after, usual.after) == []

@@ -2,27 +2,17 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import torch
 
-from canzona_cli.core.engine.hosted import HostedGroup
-from canzona_cli.core.engine.wire import AllToAll, Fragments, Messages, SideStream, Wiring
 from canzona_cli.core.megatron.parallel import World
-from canzona_cli.core.megatron.timers import PhaseTimer, watcher_for
-from canzona_cli.core.model.matrices import Matrix
-from canzona_cli.core.planner.exchange import from_hosts, group_traffic, to_hosts
 from canzona_cli.core.planner.make import make_plan
 from canzona_cli.core.planner.measures import exchange_sent
 from canzona_cli.training.assemble import assemble
-from tests import sizes
 from tests.dist.engine_support import SMALL_GROUPS, engine_of, resolve
 from tests.dist.jobs import on_ranks
-from tests.dist.ranks import run_ranks
 from tests.dist.synthetic import fill_gradients, noise
-
-CPU = torch.device("cpu")
 
 
 @contextmanager
@@ -75,74 +65,3 @@ def test_a_step_sends_what_its_plan_says() -> None:
         assert len(plans[settings].groups) > layout.dp or config.engine.mode == "shared"
         assert sent == exchange_sent(config.setup, plans[settings]), settings
         assert min(sent) > 0
-
-
-def test_replicated_matrices_and_those_at_home_are_counted_too() -> None:
-    """One micro-group of every kind of storage on three ranks, sent and received by the engine."""
-    tp = 3
-    cut = Matrix(
-        index=0, name="layers.0.cut", kind="other", layer=0, stage=0, rows=6, cols=9,
-        shard_dim=0, parameter="cut", unit=0,
-    )  # fmt: skip
-    members = [
-        cut,
-        replace(cut, index=1, name="layers.0.columns", shard_dim=1, parameter="columns", rows=5),
-        replace(cut, index=2, name="layers.0.replicated", shard_dim=None, parameter="replicated", rows=7),
-        replace(cut, index=3, name="layers.0.home", shard_dim=None, home=2, parameter="home", rows=4),
-    ]
-    hosts = [1, 0, 1, 0]
-    widths = {torch.float32: 4, torch.bfloat16: 2}
-
-    def whole(matrix: Matrix) -> torch.Tensor:
-        return torch.arange(matrix.elements, dtype=torch.float32).view(matrix.rows, matrix.cols)
-
-    def rank() -> tuple[list[int], list[bool]]:
-        torch.distributed.init_process_group("gloo")
-        own = torch.distributed.get_rank()
-        parameters: dict[str, torch.nn.Parameter] = {}
-        empty = Fragments(sizes.model("tiny"), tp, own, {})
-        for matrix in members:
-            if own in matrix.holders(tp):
-                # Weights start at zero; gradients are the numbers of `whole`.
-                gradient = empty.view_in_whole(matrix, whole(matrix), own).clone()
-                parameter = torch.nn.Parameter(torch.zeros_like(gradient, dtype=torch.bfloat16))
-                parameter.main_grad = gradient  # type: ignore[attr-defined]
-                parameters[matrix.parameter] = parameter
-        hosted = tuple(m for m, host in zip(members, hosts, strict=True) if host == own)
-        wiring = Wiring(
-            fragments=Fragments(sizes.model("tiny"), tp, own, parameters),
-            rank=own,
-            tp_group=torch.distributed.group.WORLD,
-            timer=PhaseTimer(CPU),
-            watcher=watcher_for(CPU),
-            side_stream=SideStream(CPU),
-            device=CPU,
-            masters={m.index: torch.nn.Parameter(torch.zeros(m.rows, m.cols)) for m in hosted},
-            make_optimizer=lambda _, masters: torch.optim.SGD(masters, lr=1.0),
-        )
-        out, back = to_hosts(members, hosts, rank=own, tp=tp), from_hosts(members, hosts, rank=own, tp=tp)
-        group = HostedGroup(
-            wiring,
-            hosted,
-            AllToAll(out, Messages([out], torch.float32, CPU), 0, wiring),
-            AllToAll(back, Messages([back], torch.bfloat16, CPU), 0, wiring),
-            torch.empty(sum(m.elements for m in hosted)),
-            torch.ones(len(hosted)),
-        )
-        with counted(wiring.tp_group) as sent:
-            group.send_gradients()
-            group.receive_gradients(1.0)
-            group.step()
-            group.send_weights()
-            group.receive_weights()
-        # A step of SGD from zero: every rank has its part of minus the gradient.
-        wanted = {m.parameter: empty.view_in_whole(m, -whole(m), own) for m in members if m.parameter in parameters}
-        return sent, [torch.equal(parameters[name].float(), part) for name, part in wanted.items()]
-
-    moved = group_traffic(members, hosts, tp)
-    found = run_ranks(tp, rank)
-    gradient, weight = widths[torch.float32], widths[torch.bfloat16]
-    assert [sent for sent, _ in found] == [
-        [out * gradient, back * weight] for out, back in zip(moved.gradients.sent, moved.weights.sent, strict=True)
-    ]
-    assert all(all(right) for _, right in found)

@@ -2,28 +2,25 @@
 
 Clipping is active in the first steps of a run, so otherwise what AdamW's parameters learn would depend on the layout.
 The models are the recipes' own, because only long slices show how squares are added. Batches are short, of random
-tokens, and passes are in fp32: in bf16 the gradients themselves depend on the layout, by 1e-4 of their norm. The last
-two tests check that it is not more for the demo's own recipe when a token is as frequent as in text.
+tokens, and passes are in fp32: in bf16 the gradients themselves depend on the layout, by 1e-4 of their norm.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import pytest
 
-from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.megatron.matrix_buffers import global_parameters
 from canzona_cli.core.megatron.parallel import World
-from canzona_cli.core.setup import Layout
 from canzona_cli.training.assemble import assemble
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step
 from tests.dist import jobs
 from tests.dist.jobs import Runs, on_ranks, planned
 from tests.dist.owner_support import main_grad
-from tests.dist.samples import FrequentToken, RandomTokens, samples_of
+from tests.dist.samples import samples_of
 
 Model = Literal["tiny", "mini"]
 MODELS: Mapping[Model, tuple[str, ...]] = {
@@ -64,13 +61,9 @@ class Norm:
 
 def _first_norms(runs: Sequence[Run]) -> list[Norm]:
     made = {run: jobs.resolve(*MODELS[run[0]], *LAYOUTS[run[1]], *UPDATES[run[2]], *FIXED) for run in runs}
-    return list(_norms(made, RandomTokens).values())
-
-
-def _norms[K: Hashable](made: Mapping[K, tuple[RunConfig, Layout]], samples: type[RandomTokens]) -> dict[K, Norm]:
     plans = {run: planned(*case) for run, case in made.items()}
 
-    def work(run: K, world: World) -> Norm:
+    def work(run: Run, world: World) -> Norm:
         config = made[run][0]
         trainee = assemble(config, world, plans[run])
         step, in_buffers = trainee.optimizer.step, list[float]()
@@ -81,14 +74,14 @@ def _norms[K: Hashable](made: Mapping[K, tuple[RunConfig, Layout]], samples: typ
             return step()
 
         trainee.optimizer.step = record_and_step
-        batch = samples_of(config.setup, world.layout.global_batch_size, samples)
+        batch = samples_of(config.setup, world.layout.global_batch_size)
         result = train_step(trainee, BatchStream(batch, world))
         assert result.grad_norm > config.optimizer.clip_grad, "clipping is not active"
         return Norm(returned=result.grad_norm, in_buffers=in_buffers[0])
 
     norms = on_ranks(made, work)
     assert all(len({norm.returned for norm in ranks}) == 1 for ranks in norms.values()), "ranks disagree"
-    return {run: ranks[0] for run, ranks in norms.items()}
+    return [ranks[0] for ranks in norms.values()]
 
 
 USUALLY: list[Run] = [
@@ -112,38 +105,3 @@ def test_the_first_step_has_the_norm_of_the_gradients(run: Run) -> None:
     """Numpy's, of the gradients on one rank."""
     expected = RUNS[run[0], "one rank", "canzona"].in_buffers
     assert RUNS[run].returned == pytest.approx(expected, rel=AGREE)
-
-
-ALONE = ("gpus=1", "parallel.tp=1", "parallel.pp=1")
-DEMO = {
-    "fp32": (*ALONE, "train.precision=fp32"),
-    "micro-batches of 8": (*ALONE, "train.micro_batch_size=8"),
-    "micro-batches of 4": (*ALONE, "train.micro_batch_size=4"),
-    "tp2": ("gpus=2", "parallel.tp=2", "parallel.pp=1"),
-    "pp2": ("gpus=2", "parallel.tp=1", "parallel.pp=2"),
-}
-"""The demo's own recipe; its plan and its batch are otherwise as `canzona train recipe=qwen3-tiny` has them."""
-LAYOUTS_IN_BF16 = 2e-4
-"""Layouts round different numbers, but up and down alike, so that most of it cancels in the norm of 3 million:
-seen up to 6e-5. Summed in bf16, the gradients of equal tokens depended on the size of a micro-batch by 3e-3."""
-FP32_AND_BF16 = 2e-3
-"""Half the largest rounding to bf16. Seen 1.1e-3, because many gradients of logits are almost equal, and are rounded in
-the same direction: rounding only these in an fp32 run makes 1.4e-3. When the gradients of equal tokens were summed in
-bf16, the norm was 4.1e-3 too small."""
-DEMO_RUNS = Runs(
-    DEMO,
-    lambda how: jobs.ranks_of(DEMO[how]),
-    lambda some: list(
-        _norms({how: jobs.resolve("recipe=qwen3-tiny", *DEMO[how]) for how in some}, FrequentToken).values()
-    ),
-)
-
-
-@pytest.mark.parametrize("how", ["micro-batches of 4", "tp2", "pp2"])
-def test_the_demo_has_one_norm_in_bf16(how: str) -> None:
-    assert DEMO_RUNS[how].returned == pytest.approx(DEMO_RUNS["micro-batches of 8"].returned, rel=LAYOUTS_IN_BF16)
-
-
-def test_the_demo_has_the_norm_of_fp32_in_bf16() -> None:
-    """The micro-batch is the largest, so most gradients of equal tokens are summed in one backward pass."""
-    assert DEMO_RUNS["micro-batches of 8"].returned == pytest.approx(DEMO_RUNS["fp32"].returned, rel=FP32_AND_BF16)

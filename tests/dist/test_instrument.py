@@ -5,26 +5,21 @@ The first half pins what `canzona_cli.core.megatron.instrument` takes for grante
 half trains on two real ranks and looks at the phases.
 """
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import pytest
 import torch
-from emerging_optimizers.orthogonalized_optimizers import OrthogonalizedOptimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.utils import get_model_config
 
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.core.megatron.holdings import leaves
 from canzona_cli.core.megatron.instrument import _PHASE_OF_TIMER
 from canzona_cli.core.megatron.model import Trainee
 from canzona_cli.core.megatron.timers import StepTiming
-from canzona_cli.core.phases import IN_STEP, Phase
+from canzona_cli.core.phases import IN_STEP
 from canzona_cli.core.setup import Layout
 from canzona_cli.training.assemble import assemble
-from canzona_cli.training.data import Batch, BatchStream
+from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step
 from tests.dist import jobs
 from tests.dist.jobs import SMALL, Runs, build, on_ranks, planned
@@ -43,7 +38,6 @@ STRATEGIES = {
     "layerwise": ("optimizer=muon", "engine.strategy=layerwise"),
     "canzona": ("optimizer=muon", "engine.strategy=canzona"),
 }
-MEGATRONS_OWN = [strategy for strategy in STRATEGIES if strategy != "canzona"]
 
 
 def _resolve(layout: str, strategy: str, *overrides: str) -> tuple[RunConfig, Layout]:
@@ -64,46 +58,6 @@ def _each[K, T](cases: Mapping[K, tuple[RunConfig, Layout]], work: Callable[[K, 
 
 
 # --- What we take for granted ---------------------------------------------------------------------------------------
-
-
-def test_bucket_groups_and_optimizers_have_the_methods_and_handles_we_wrap() -> None:
-    """`start_*_sync` leaves a handle of `Work`s behind, `finish_*_sync` takes it away; optimizers are chains, whose
-    leaves have a torch optimizer."""
-
-    def work(strategy: str, trainee: Trainee) -> list[tuple[str, bool]]:
-        groups = trainee.chunks[0].bucket_groups
-        assert len(groups) > 2, "DistributedDataParallel.bucket_groups: several buckets were asked for"
-        for kind, handle in [
-            ("grad", "grad_reduce_handle"),
-            *([] if strategy == "sc" else [("param", "param_gather_handle")]),
-        ]:
-            group = groups[0]
-            for method in (f"start_{kind}_sync", f"finish_{kind}_sync"):
-                assert method in vars(group), f"{type(group).__name__}.{method} is not wrapped"
-            assert getattr(group, handle) is None, f"{handle} is set before anything was started"
-            group.is_first_batch = False
-            getattr(group, f"start_{kind}_sync")()
-            works = getattr(getattr(group, handle), "works", [getattr(group, handle)])
-            assert works, f"{handle} holds no collective after start_{kind}_sync"
-            for each in works:
-                assert callable(each.wait), f"{handle} cannot be waited for"
-                assert isinstance(each.is_completed(), bool), f"{handle} does not tell whether it has completed"
-            getattr(group, f"finish_{kind}_sync")()
-            assert getattr(group, handle) is None, f"finish_{kind}_sync left {handle} behind"
-        if strategy == "canzona":
-            return []
-        assert isinstance(trainee.optimizer, ChainedOptimizer)
-        assert trainee.optimizer.chained_optimizers, "ChainedOptimizer.chained_optimizers is empty"
-        found = list(leaves(trainee.optimizer))
-        for leaf in found:
-            assert "step_with_ready_grads" in vars(leaf), f"{type(leaf).__name__}.step_with_ready_grads is not wrapped"
-        return [(type(leaf.optimizer).__name__, isinstance(leaf.optimizer, OrthogonalizedOptimizer)) for leaf in found]
-
-    ranks_by_strategy = _each({strategy: _resolve("dp2", strategy) for strategy in STRATEGIES}, work)
-    for strategy in MEGATRONS_OWN:
-        for found in ranks_by_strategy[strategy]:
-            assert {flag for _, flag in found} == ({False} if strategy == "adamw" else {True, False})
-            assert {name for name, orthogonalises in found if not orthogonalises} <= {"AdamW", "Adam"}
 
 
 @dataclass
@@ -258,79 +212,3 @@ def test_without_overlap_the_step_waits_for_every_transfer_to_its_end() -> None:
                 # A gathering of weights may land before its start returns, on a busy machine. A reduction of
                 # gradients ends no earlier than the wait for it.
                 assert total > exposed or not overlap or phase == "param_gather", (phase, exposed, total)
-
-
-Place = Literal["before forward", "before backward", "before the update"]
-
-
-class _Late(Iterator[Batch]):
-    """Batches that come late."""
-
-    def __init__(self, batches: Iterator[Batch], delay_s: float) -> None:
-        self._batches, self._delay_s = batches, delay_s
-
-    def __next__(self) -> Batch:
-        time.sleep(self._delay_s)
-        return next(self._batches)
-
-
-def _delay(trainee: Trainee, batches: Iterator[Batch], place: Place, delay_s: float) -> Iterator[Batch]:
-    """Make this rank late at `place` in every step (in every micro-batch, where a step has several)."""
-    if place == "before forward":
-        return _Late(batches, delay_s)
-    if place == "before backward":
-        trainee.chunks[0].register_forward_hook(lambda *_: time.sleep(delay_s))
-    else:
-        (muon,) = (leaf for leaf in leaves(trainee.optimizer) if isinstance(leaf.optimizer, OrthogonalizedOptimizer))
-        muon.optimizer.register_step_pre_hook(lambda *_: time.sleep(delay_s))
-    return batches
-
-
-@dataclass(frozen=True, kw_only=True)
-class Late:
-    """A rank that is late at a place, and the phase in which the other one waits for it."""
-
-    strategy: str
-    rank: int
-    place: Place
-    waits_in: Phase
-
-
-LATE = {
-    "dp2": {
-        "parameters gathered": Late(strategy="adamw", rank=1, place="before forward", waits_in="param_gather"),
-        "gradients reduced": Late(strategy="sc", rank=1, place="before backward", waits_in="grad_reduce"),
-    },
-    "pp2": {
-        "activations sent": Late(strategy="sc", rank=0, place="before forward", waits_in="pipeline"),
-        "gradients sent back": Late(strategy="sc", rank=1, place="before forward", waits_in="pipeline"),
-    },
-    "tp2": {"fragments exchanged": Late(strategy="sc", rank=1, place="before the update", waits_in="exchange")},
-}
-
-
-@pytest.mark.parametrize("layout_name", LATE)
-def test_a_late_rank_makes_the_other_one_wait_where_it_says(layout_name: str) -> None:
-    """The delay appears as exposed waiting on the punctual rank and not on the late one.
-
-    It is several times what a step takes on this machine, however busy, as the step before has shown.
-    """
-
-    def work(what: str, trainee: Trainee) -> tuple[StepTiming, float]:
-        one, batches = LATE[layout_name][what], iter(_batches(trainee))
-        train_step(trainee, batches)
-        # Steps of ranks that have trained before are short, and other processes may have their turn meanwhile.
-        delay_s = max(1.2, 5 * trainee.timer.timings()[-1].step_s)
-        if trainee.world.rank == one.rank:
-            batches = _delay(trainee, batches, one.place, delay_s)
-        train_step(trainee, batches)
-        return trainee.timer.timings()[-1], delay_s
-
-    # As few micro-batches as the layout allows: nothing else to do while the other rank is late.
-    few = ("train.global_batch_size=2", "train.micro_batch_size=1")
-    cases = {what: _resolve(layout_name, one.strategy, *few) for what, one in LATE[layout_name].items()}
-    for what, ranks in _each(cases, work).items():
-        one = LATE[layout_name][what]
-        (punctual, _), (late, delay_s) = ranks[1 - one.rank], ranks[one.rank]
-        assert punctual.phases[one.waits_in] > delay_s / 2, (what, punctual, late)
-        assert punctual.phases[one.waits_in] > late.phases[one.waits_in] + delay_s / 4, what

@@ -66,17 +66,9 @@ def _worst(first: Weights, second: Weights) -> float:
     return max((first[name] - second[name]).abs().max().item() for name in first)
 
 
-def _everywhere(optimizer: str, *settings: str) -> dict[str, tuple[str, ...]]:
-    common = (f"optimizer={optimizer}", "optimizer.clip_grad=0", "engine.strategy=sc", *settings)
-    return {where: (*common, *layout) for where, layout in {"one rank": ONE, **LAYOUTS}.items()}
-
-
-EVERYWHERE = {optimizer: _everywhere(optimizer) for optimizer in ("soap", "shampoo")}
-USUALLY = {"soap": ("tp2 dp2", "tp2 pp2"), "shampoo": ("tp2 dp2",)}
-"""The layouts in which each is compared with one rank."""
-SPLIT = {
-    splitting: (*EVERYWHERE["soap"]["tp2"], f"engine.splitting={splitting}") for splitting in ("fused", "per_head")
-}
+COMMON = ("optimizer=soap", "optimizer.clip_grad=0", "engine.strategy=sc")
+RUNS = {where: (*COMMON, *layout) for where, layout in {"one rank": ONE, **LAYOUTS}.items()}
+FUSED = (*RUNS["tp2"], "engine.splitting=fused")
 
 
 def _canzona(run: tuple[str, ...]) -> tuple[str, ...]:
@@ -91,39 +83,18 @@ def _run(runs: Sequence[tuple[str, ...]]) -> list[Weights]:
     return [one.after for one in found]
 
 
-def _compared(optimizer: str, splitting: str) -> list[tuple[str, ...]]:
-    runs, split = EVERYWHERE[optimizer], SPLIT[splitting]
-    layouts = ("one rank", *USUALLY[optimizer])
-    return [*(runs[where] for where in layouts), _canzona(runs["tp2 dp2"]), split, _canzona(split)]
+ELSEWHERE = (RUNS["tp2 dp2"], RUNS["tp2 pp2"], _canzona(RUNS["tp2 dp2"]))
+AFTER = Runs([RUNS["one rank"], *ELSEWHERE, FUSED, _canzona(FUSED)], ranks_of, _run)
 
 
-AFTER = Runs(_compared("soap", "fused"), ranks_of, _run, _compared("shampoo", "per_head"))
-SHAMPOO, PER_HEAD = (pytest.param(name, marks=pytest.mark.sweep) for name in ("shampoo", "per_head"))
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "where"),
-    [
-        pytest.param(optimizer, where, marks=[pytest.mark.sweep] if optimizer == "shampoo" else [])
-        for optimizer, layouts in USUALLY.items()
-        for where in layouts
-    ],
-)
-def test_every_layout_is_one_rank_bitwise(optimizer: str, where: str) -> None:
+@pytest.mark.parametrize("run", ELSEWHERE, ids=" ".join)
+def test_every_layout_is_one_rank_bitwise_and_so_is_canzona(run: tuple[str, ...]) -> None:
     """Matrices and AdamW's parameters."""
-    runs = EVERYWHERE[optimizer]
-    assert _worst(AFTER[runs[where]], AFTER[runs["one rank"]]) == 0.0
+    assert _worst(AFTER[run], AFTER[RUNS["one rank"]]) == 0.0
 
 
-@pytest.mark.parametrize("optimizer", ["soap", SHAMPOO])
-def test_it_is_canzona_bitwise(optimizer: str) -> None:
-    runs = EVERYWHERE[optimizer]
-    assert _worst(AFTER[_canzona(runs["tp2 dp2"])], AFTER[runs["one rank"]]) == 0.0
-
-
-@pytest.mark.parametrize("splitting", ["fused", PER_HEAD])
-def test_every_splitting_is_canzonas(splitting: str) -> None:
-    assert _worst(AFTER[SPLIT[splitting]], AFTER[_canzona(SPLIT[splitting])]) == 0.0
+def test_fused_matrices_are_canzonas() -> None:
+    assert _worst(AFTER[FUSED], AFTER[_canzona(FUSED)]) == 0.0
 
 
 def _plain(source: Path, *overrides: str) -> tuple[RunConfig, Layout]:

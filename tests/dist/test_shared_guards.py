@@ -2,8 +2,8 @@
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -50,24 +50,25 @@ class Faulted:
 
 
 @contextmanager
-def _doubted(matrices: PlannedOptimizer) -> Iterator[None]:
-    """All ranks find that the update of `HIT` is not to be trusted."""
-    (sharing,) = matrices.sharing
-    form = sharing.optimizer
+def _around_updates(trainee: Trainee, around: Callable[[str, Turns[bool]], Turns[bool]]) -> Iterator[None]:
+    """Hands every update in turns to `around`, with the matrix's name."""
+    matrices = engine_of(trainee).matrices
+    (form,) = (sharing.optimizer for sharing in matrices.sharing)
     assert isinstance(form, SharedMuon)
-    index = next(matrix.index for matrix in sharing.hosted if matrix.name == HIT)
-
+    names: dict[torch.Tensor, str] = {one.master: one.matrix.name for one in matrices.fragments}
     by_rows = form.update_together
 
     def together(p: torch.Tensor, *, whole: Shape, ranks: FragmentGroup) -> Turns[bool]:
-        running = by_rows(p, whole=whole, ranks=ranks)
-        if p is not matrices.masters[index]:
-            return running
-        return run_turns(running, lambda: patch.object(shared_rows, "DOUBT", -1.0))
+        return around(names[p], by_rows(p, whole=whole, ranks=ranks))
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(form, "update_together", together)
         yield
+
+
+def _doubted(name: str, running: Turns[bool]) -> Turns[bool]:
+    """All ranks find that the update of `HIT` is not to be trusted."""
+    return run_turns(running, lambda: patch.object(shared_rows, "DOUBT", -1.0)) if name == HIT else running
 
 
 def _break(trainee: Trainee, fault: Fault) -> None:
@@ -79,25 +80,6 @@ def _break(trainee: Trainee, fault: Fault) -> None:
         average[0, 0] = torch.nan
     if fault == "marked":
         fragment.replace_marks({muon_facts.DISTRUSTED: 1})
-
-
-@contextmanager
-def _counted(matrices: PlannedOptimizer) -> Iterator[list[int]]:
-    """Grows by a number for each update of `HIT` in Gram form."""
-    (sharing,) = matrices.sharing
-    form, found = sharing.optimizer, list[int]()
-    assert isinstance(form, SharedMuon)
-    index = next(matrix.index for matrix in sharing.hosted if matrix.name == HIT)
-    by_rows = form.update_together
-
-    def together(p: torch.Tensor, *, whole: Shape, ranks: FragmentGroup) -> Turns[bool]:
-        if p is matrices.masters[index]:
-            found.append(1)
-        return by_rows(p, whole=whole, ranks=ranks)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(form, "update_together", together)
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -117,10 +99,17 @@ def faulted() -> dict[Fault, list[Faulted]]:
             for step in range(STEPS):
                 if step == 1:
                     _break(trainee, fault)
-                doubted = step == 1 and fault.startswith("doubt")
-                with _counted(matrices) as counted, _doubted(matrices) if doubted else nullcontext():
+                updated, doubted = list[str](), step == 1 and fault.startswith("doubt")
+
+                def around(
+                    name: str, running: Turns[bool], updated: list[str] = updated, doubted: bool = doubted
+                ) -> Turns[bool]:
+                    updated.append(name)
+                    return _doubted(name, running) if doubted else running
+
+                with _around_updates(trainee, around):
                     optimizer_step(trainee, step)
-                worked.append(len(counted))
+                worked.append(updated.count(HIT))
                 fallbacks.append(round(float(matrices.fallbacks())))
                 parts.append(part_of(trainee.chunks, world))
                 if step == 1 and fault == "doubt on a device":
@@ -139,25 +128,20 @@ def test_taking_turns_changes_no_bit_of_a_matrix() -> None:
     def one_by_one(parts: Sequence[int]) -> Iterator[tuple[int, int]]:
         return ((place, part) for place, count in enumerate(parts) for part in range(count))
 
-    def work(in_turns: bool, world: World) -> tuple[list[list[float]], list[int]]:
+    def work(in_turns: bool, world: World) -> tuple[list[list[float]], list[str]]:
         trainee = assemble_trainee(config, world, plan)
         matrices = engine_of(trainee).matrices
-        (form,) = [one.optimizer for one in matrices.sharing]
-        assert isinstance(form, SharedMuon)
-        by_rows, order = form.update_together, list[int]()
+        order = list[str]()
 
-        def together(p: torch.Tensor, *, whole: Shape, ranks: FragmentGroup) -> Turns[bool]:
-            place = next(place for place, one in enumerate(matrices.fragments) if one.master is p)
-
+        def around(name: str, running: Turns[bool]) -> Turns[bool]:
             @contextmanager
             def noted() -> Iterator[None]:
-                order.append(place)
+                order.append(name)
                 yield
 
-            return run_turns(by_rows(p, whole=whole, ranks=ranks), noted)
+            return run_turns(running, noted)
 
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(form, "update_together", together)
+        with pytest.MonkeyPatch.context() as patched, _around_updates(trainee, around):
             if not in_turns:
                 patched.setattr(shared, "shared_order", one_by_one)
             for step in range(2):
@@ -280,19 +264,15 @@ def test_when_a_rank_dies_between_two_exchanges_the_others_end_too() -> None:
 
     def rank() -> None:
         trainee = build(config, layout, plan)
-        (group,) = engine_of(trainee).matrices.sharing
-        form = group.optimizer
-        assert isinstance(form, SharedMuon)
-        real, begun = form.update_together, list[torch.Tensor]()
+        begun: list[str] = []
 
-        def together(p: torch.Tensor, *, whole: Shape, ranks: FragmentGroup) -> Turns[bool]:
-            begun.append(p)
+        def around(name: str, running: Turns[bool]) -> Turns[bool]:
+            begun.append(name)
             if len(begun) == 3 and trainee.world.rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return real(p, whole=whole, ranks=ranks)
+            return running
 
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(form, "update_together", together)
+        with _around_updates(trainee, around):
             optimizer_step(trainee, 0)
 
     with pytest.raises(AssertionError, match=r"rank 0:\n(.*\n)+.*(closed|reset|Broken pipe|peer)"):

@@ -169,7 +169,6 @@ ADAMW: dict[str, Settings] = {
     for name, layout in {
         "tp2 dp2": TP2_DP2,
         "pp2 dp2 tied": ("gpus=4", "parallel.tp=1", "parallel.pp=2"),
-        "tp2 pp2 untied": ("gpus=4", "parallel.tp=2", "parallel.pp=2", "model.tied_embeddings=false"),
         "dp2 without overlap": ("gpus=2", "parallel.tp=1", "parallel.pp=1", "parallel.overlap_grad_reduce=false"),
     }.items()
 }
@@ -213,10 +212,7 @@ def _check(settings: Settings, updates: Callable[[Parameters, RunConfig], Update
         assert deviation <= BOUND, f"{name} deviates by {deviation:.1e} learning rates"
 
 
-@pytest.mark.parametrize(
-    "where",
-    [pytest.param(where, marks=[pytest.mark.sweep] if where == "tp2 pp2 untied" else []) for where in ADAMW],
-)
+@pytest.mark.parametrize("where", ADAMW)
 def test_adamw_over_any_layout_is_torchs_adamw_on_whole_weights(where: str) -> None:
     _check(ADAMW[where], _adamw)
 

@@ -4,7 +4,7 @@ Samples are numbered, and a step takes the same ones in every layout with the sa
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from canzona_cli.config.schema import RunConfig
+from canzona_cli.core.costs.update import algorithm_of
 from canzona_cli.core.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.core.engine.wire import Fragments
 from canzona_cli.core.megatron.model import Trainee
@@ -19,14 +20,15 @@ from canzona_cli.core.megatron.parallel import World
 from canzona_cli.core.model.matrices import Matrix
 from canzona_cli.core.optimizers.facts import Form
 from canzona_cli.core.optimizers.muon import Muon
+from canzona_cli.core.optimizers.normuon import NorMuon
 from canzona_cli.core.optimizers.shampoo import Shampoo
 from canzona_cli.core.optimizers.shared_muon import SharedMuon
 from canzona_cli.core.optimizers.shared_rows import FragmentGroup, Shape, Turns
 from canzona_cli.core.optimizers.soap import SOAP
-from canzona_cli.core.setup import Layout, MuonConfig, ShampooConfig, SoapConfig
+from canzona_cli.core.setup import Layout, MuonConfig, NorMuonConfig, Setup, ShampooConfig, SoapConfig
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from canzona_cli.training.data import BatchStream
-from canzona_cli.training.step import train_step
+from canzona_cli.training.step import Routing, StepResult, train_step
 from tests.dist.jobs import SMALL, on_ranks, planned
 from tests.dist.samples import RandomTokens, samples_of
 from tests.dist.synthetic import exact_muon, farther, finish_gathering
@@ -97,10 +99,14 @@ class Trained:
     losses: list[float]
     grad_norms: list[float]
     gradients: list[Weights]
-    """The matrices' gradients at each step, as the optimizer received them: whole and clipped. Recorded under canzona
-    and asc with splitting=split; else empty."""
+    """The matrices' gradients at each step, as the optimizer received them: whole and clipped. Recorded of dense models
+    under canzona and asc with splitting=split; else empty."""
     shared: frozenset[str]
     """Matrices that TP groups updated together."""
+    routing: list[Routing]
+    """The routing of each step; empty for dense models."""
+    kept: list[object]
+    """The results of `look`, by rank."""
     fallbacks: int
     """Updates that were not finite, or needed a fallback, but for those of the last step."""
 
@@ -121,15 +127,26 @@ class _Rank:
 
     before: Part
     after: Part
-    facts: list[tuple[float, float, int]]
-    """Each step's loss, gradient norm and fallbacks."""
+    facts: list[StepResult]
+    kept: object
     recorded: _Recorded
     fragments: _Recorded
     """The fragments of shared matrices, as whole matrices that are 0 elsewhere."""
 
 
-def run_trainings(runs: Sequence[tuple[RunConfig, Layout, int]]) -> list[Trained]:
+def run_trainings(
+    runs: Sequence[tuple[RunConfig, Layout, int]],
+    *,
+    read: Callable[[Setup, int], RandomTokens] = samples_of,
+    prepare: Callable[[int, Trainee], object] = lambda number, trainee: None,
+    look: Callable[[Trainee], object] = lambda trainee: None,
+) -> list[Trained]:
     """Train runs that are cut over ranks alike on the same ranks, through our optimizer, schedule and loop.
+
+    Args:
+        read: makes the samples that a run trains on.
+        prepare: called with the number of each run before its first step.
+        look: called after each run's last step.
 
     Raises:
         AssertionError: ranks disagree about what they should all know.
@@ -140,14 +157,17 @@ def run_trainings(runs: Sequence[tuple[RunConfig, Layout, int]]) -> list[Trained
         config, layout, steps = runs[number]
         trainee = assemble_trainee(config, world, plans[number])
         before = part_of(trainee.chunks, world)
-        batches = BatchStream(samples(config, layout, steps), world)
+        prepare(number, trainee)
+        batches = BatchStream(read(config.setup, steps * layout.global_batch_size), world)
         recorded, fragments = _record_gradients(trainee), _record_fragments(trainee)
         found = [train_step(trainee, batches) for _ in range(steps)]
+        kept = look(trainee)
         finish_gathering(trainee)
         return _Rank(
             before=before,
             after=part_of(trainee.chunks, world),
-            facts=[(step.loss, step.grad_norm, step.fallbacks) for step in found],
+            facts=found,
+            kept=kept,
             recorded=dict(recorded),
             fragments=dict(fragments),
         )
@@ -169,21 +189,27 @@ def _trained(ranks: list[_Rank], config: RunConfig, steps: int) -> Trained:
     return Trained(
         before=assemble([rank.before for rank in ranks], config.model),
         after=assemble([rank.after for rank in ranks], config.model),
-        losses=[loss for loss, _, _ in facts],
-        grad_norms=[norm for _, norm, _ in facts],
+        losses=[step.loss for step in facts],
+        grad_norms=[step.grad_norm for step in facts],
         gradients=[
             {name: torch.from_numpy(values[step]) for name, values in recorded.items()} for step in range(steps)
         ],
         shared=shared,
-        fallbacks=sum(fallbacks for _, _, fallbacks in facts),
+        routing=[step.routing for step in facts if step.routing is not None],
+        kept=[rank.kept for rank in ranks],
+        fallbacks=sum(step.fallbacks for step in facts),
     )
+
+
+def _records(setup: Setup) -> bool:
+    return setup.engine.splitting == "split" and not setup.model.num_experts
 
 
 def _record_gradients(trainee: Trainee) -> _Recorded:
     """Records the gradient of each step to come, by matrix hosted on this rank."""
     recorded: _Recorded = defaultdict(list)
     optimizer = trainee.optimizer
-    if not isinstance(optimizer, CanzonaOptimizer) or trainee.setup.engine.splitting != "split":
+    if not isinstance(optimizer, CanzonaOptimizer) or not _records(trainee.setup):
         return recorded
 
     def keep(name: str, master: torch.nn.Parameter, *_: object) -> None:
@@ -208,7 +234,7 @@ def _record_fragments(trainee: Trainee) -> _Recorded:
     recorded: _Recorded = defaultdict(list)
     optimizer, world = trainee.optimizer, trainee.world
     held = optimizer.matrices.fragments if isinstance(optimizer, CanzonaOptimizer) else []
-    if not held or trainee.setup.engine.splitting != "split":
+    if not held or not _records(trainee.setup):
         return recorded
     form, places = held[0].optimizer, Fragments(trainee.setup.model, world.layout.tp, world.tp_rank, {})
     assert isinstance(form, SharedMuon)
@@ -244,6 +270,8 @@ def replay(trained: Trained, config: RunConfig) -> Weights:
 def ordinary(config: RunConfig, params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """The run's optimizer of whole matrices, as a single process would make it."""
     o = config.optimizer
+    if isinstance(o, NorMuonConfig):
+        return NorMuon(params, o.lr, weight_decay=o.weight_decay, precision=config.train.precision)
     if isinstance(o, MuonConfig):
         form: Form = "gram" if o.form == "gram" else "standard"
         return Muon(params, o.lr, weight_decay=o.weight_decay, precision=config.train.precision, form=form)
@@ -257,7 +285,8 @@ def ordinary(config: RunConfig, params: list[torch.nn.Parameter]) -> torch.optim
     return Shampoo(
         params, o.lr, weight_decay=o.weight_decay, betas=(o.beta1, o.beta2), eps=o.eps, shampoo_beta=o.shampoo_beta,
         shampoo_eps=o.shampoo_eps, precondition_frequency=o.precondition_frequency,
-        max_preconditioner_dim=o.max_preconditioner_dim, grafting=o.grafting, spread=o.stagger,
+        max_preconditioner_dim=o.max_preconditioner_dim, grafting=o.grafting, roots=algorithm_of(config.setup).roots,
+        spread=o.stagger,
     )  # fmt: skip
 
 

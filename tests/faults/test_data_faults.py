@@ -42,9 +42,7 @@ def doubt_an_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    "optimizer",
-    [("optimizer=muon",), SHARED, pytest.param(("optimizer=adamw",), marks=pytest.mark.sweep)],
-    ids=["canzona", "shared", "megatron"],
+    "optimizer", [("optimizer=muon",), SHARED, ("optimizer=adamw",)], ids=["canzona", "shared", "megatron"]
 )
 def test_a_loss_that_is_no_number_on_one_rank(optimizer: tuple[str, ...], tmp_path: Path) -> None:
     """An answer that is not to be trusted precedes it where matrices are shared."""
@@ -60,6 +58,7 @@ def test_a_loss_that_is_no_number_on_one_rank(optimizer: tuple[str, ...], tmp_pa
     assert (outcome.status, outcome.exit_code) == ("diverged", 70)
     (problem,) = outcome.problems
     assert "the loss is not finite on rank 2" in problem.reason, "and on no other"
+    assert ("no weight has changed" in problem.reason) == (optimizer != ("optimizer=adamw",))
     assert problem.fix
     files = RunFiles(tmp_path / "run")
     assert [line["step"] for line in lines(files.metrics)] == [1, 2, 3]
@@ -185,27 +184,6 @@ def test_a_disk_too_full_for_checkpoints_does_not_hold_training_up(tmp_path: Pat
     assert all("rank 1" in str(line["detail"]) for line in failed)
     assert all("the last checkpoint is step-00000002" in str(line["detail"]) for line in failed)
     assert len(lines(files.metrics)) == 7
-
-
-@pytest.mark.sweep  # tests/training/test_records.py has the journal alone
-def test_metrics_that_cannot_be_written_for_a_while_are_counted(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-
-    def obstruct(rank: int, step: int, batch: Batch) -> Batch:
-        if (rank, step) == (0, 3):
-            RunFiles(run).metrics.rename(run / "before")
-            RunFiles(run).metrics.mkdir()
-        if (rank, step) == (0, 6):
-            RunFiles(run).metrics.rmdir()
-            (run / "before").rename(RunFiles(run).metrics)
-        return batch
-
-    outcome = forked_run(run, *TWO, "train.steps=8", "checkpoint.at_end=false", spoil=obstruct)
-    assert (outcome.status, outcome.message) == ("done", "could not write 3 lines of metrics.jsonl")
-    assert [line["step"] for line in lines(RunFiles(run).metrics)] == [1, 2, 6, 7, 8]
-    told = [str(line["detail"]) for line in lines(RunFiles(run).events) if line["event"] == "writer"]
-    assert ["cannot be written" in said for said in told] == [True, False]
-    assert "3 lines were lost" in told[1]
 
 
 @pytest.mark.sweep  # tests/attacks/test_endings.py has a launcher that cannot print

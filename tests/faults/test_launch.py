@@ -14,18 +14,6 @@ from tests.checkpoint.checkpoints import save
 from tests.faults.support import LaunchedRun, alive, run_config
 
 
-@pytest.mark.sweep  # tests/cli/commands/test_train_real.py has a real one
-def test_a_run_that_ends_well_is_done_with_its_last_numbers_and_keeps_its_logs(tmp_path: Path) -> None:
-    with LaunchedRun(tmp_path / "run", "done") as run:
-        code, output = run.finish()
-    assert code == 0, output
-    result = run.result()
-    assert {"status": "done", "exit_code": 0, "step": 4, "loss": 0.25}.items() <= result.items()
-    assert (result["message"], result["rank"], result["go_on"]) == ("", None, None)
-    for rank in range(2):
-        assert run.log(rank) == f"rank {rank} starts\n"
-
-
 @pytest.mark.sweep  # workers that torchrun starts: seconds of imports each
 def test_a_rank_that_raises_is_the_one_reported_not_its_neighbour_that_lost_the_connection(tmp_path: Path) -> None:
     with LaunchedRun(tmp_path / "run", "raise", device="cuda") as run:  # where torchrun starts programs, and forks none

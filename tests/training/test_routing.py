@@ -9,8 +9,9 @@ import pytest
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.resolve import resolve
 from canzona_cli.records.files import RunFiles
+from canzona_cli.training.measure import STARVATION_WINDOW, StarvationWatch
 from canzona_cli.training.records import Journal
-from canzona_cli.training.routing import WINDOW, Routing, StarvationWatch
+from canzona_cli.training.step import Routing
 
 EVEN = Routing(balancing_loss=1.0, tokens=((4.0, 4.0), (4.0, 4.0)))
 ONE_SIDED = replace(EVEN, tokens=((4.0, 4.0), (8.0, 0.0)))
@@ -46,8 +47,8 @@ def test_an_expert_without_a_token_in_all_steps_is_named(tmp_path: Path) -> None
 
 
 def test_one_token_in_a_window_suffices(tmp_path: Path) -> None:
-    assert _reported(tmp_path, [EVEN, *[ONE_SIDED] * (WINDOW - 1)]) == []
-    assert len(_reported(tmp_path, [EVEN, *[ONE_SIDED] * (2 * WINDOW - 1)])) == 1, "the second window"
+    assert _reported(tmp_path, [EVEN, *[ONE_SIDED] * (STARVATION_WINDOW - 1)]) == []
+    assert len(_reported(tmp_path, [EVEN, *[ONE_SIDED] * (2 * STARVATION_WINDOW - 1)])) == 1, "the second window"
 
 
 def test_dense_models_are_not_watched(tmp_path: Path) -> None:

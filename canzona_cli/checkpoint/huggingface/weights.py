@@ -17,6 +17,7 @@ from typing import Final
 import torch
 from safetensors import SafetensorError, safe_open
 
+from canzona_cli.checkpoint.commit import stage_folder, write_checkpoint
 from canzona_cli.checkpoint.contents import MASTER
 from canzona_cli.checkpoint.huggingface.folder import (
     DTYPES,
@@ -32,7 +33,6 @@ from canzona_cli.checkpoint.huggingface.foreign import FILE, config_json, tensor
 from canzona_cli.checkpoint.manifest import NO_OPTIMIZER, Buffer, Progress, Shard, tensor_bytes
 from canzona_cli.checkpoint.reader import Reader
 from canzona_cli.checkpoint.shard_file import raw_bytes, write_shard
-from canzona_cli.checkpoint.staging import stage_folder, write_checkpoint
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import ConfigError, Problem
 from canzona_cli.core.model.families import family_of

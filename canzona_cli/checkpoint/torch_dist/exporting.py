@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from canzona_cli.checkpoint.commit import stage_folder
 from canzona_cli.checkpoint.contents import ELEMENTWISE, MASTER
 from canzona_cli.checkpoint.manifest import Manifest
 from canzona_cli.checkpoint.reader import Reader
-from canzona_cli.checkpoint.staging import stage_folder
 from canzona_cli.checkpoint.torch_dist.arguments import arguments_of, optimizer_groups, schedule_state
 from canzona_cli.checkpoint.torch_dist.folder import COMMON, DTYPES, FORMAT, INDEX, TRACKER
 from canzona_cli.checkpoint.torch_dist.names import Kind, Parameter, parameters, state_key

@@ -11,10 +11,10 @@ from typing import Final
 
 import torch
 
+from canzona_cli.checkpoint.commit import write_checkpoint
 from canzona_cli.checkpoint.contents import MASTER
 from canzona_cli.checkpoint.manifest import NO_OPTIMIZER, Buffer, Progress, Scalar, Shard
 from canzona_cli.checkpoint.shard_file import raw_bytes
-from canzona_cli.checkpoint.staging import write_checkpoint
 from canzona_cli.checkpoint.torch_dist.folder import TorchDistFolder
 from canzona_cli.checkpoint.torch_dist.names import Kind, Parameter, kind_of_state, parameters, tensor_problems
 from canzona_cli.checkpoint.verify import limit_problems

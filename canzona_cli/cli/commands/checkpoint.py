@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 from typer import Argument, Option
 
-from canzona_cli.checkpoint.staging import check_empty
+from canzona_cli.checkpoint.commit import check_empty
 from canzona_cli.checkpoint.store import choose
 from canzona_cli.cli.commands.output import AsJson, RecipesDirs, RunOrCheckpoint, Step, key_values
 from canzona_cli.cli.commands.output import show as show_page

@@ -11,7 +11,7 @@ from typing import Literal
 
 import typer
 
-from canzona_cli.checkpoint.commit import bytes_written
+from canzona_cli.checkpoint.commit import bytes_written, stage_folder
 from canzona_cli.checkpoint.contents import saved_run
 from canzona_cli.checkpoint.huggingface.folder import (
     DTYPES,
@@ -21,7 +21,6 @@ from canzona_cli.checkpoint.huggingface.folder import (
     open_folder,
 )
 from canzona_cli.checkpoint.manifest import Manifest, tensor_bytes
-from canzona_cli.checkpoint.staging import stage_folder
 from canzona_cli.checkpoint.store import StoredCheckpoint
 from canzona_cli.checkpoint.verify import limit_problems, verify
 from canzona_cli.cli.commands.output import progress, show, warn_about

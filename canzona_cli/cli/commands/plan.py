@@ -125,7 +125,7 @@ def plan(
     from canzona_cli.config.resolve import resolve
     from canzona_cli.core.costs.sharing import mode_warnings
     from canzona_cli.core.model.shapes import load_shapes
-    from canzona_cli.core.simulate.compare import study_run, with_shapes
+    from canzona_cli.core.simulate.compare import STRATEGIES, SUMMARY, study_run, with_shapes
 
     shapes_file = None if shapes is None else load_shapes(shapes)
     config = _compose_plannable(settings, dirs, shaped=shapes is not None)
@@ -139,7 +139,9 @@ def plan(
         return
     config, layout = resolve(config)
     warn(mode_warnings(config.setup, layout, None if shapes_file is None else shapes_file.matrices(layout)))
-    study = study_run(config.setup, layout, compare, shapes_file)
+    summary = not (json or verbose or html is not None or compare is not None)
+    baselines = SUMMARY if summary else STRATEGIES
+    study = study_run(config.setup, layout, compare, shapes_file, baselines)
     written = None
     if not dry_run:
         from canzona_cli.core.planner.plan_file import default_path

@@ -42,7 +42,12 @@ def train(
         ),
     ] = False,
     sweep: Annotated[
-        bool, Option("--sweep", help="Start a run for each combination of values (optimizer.lr=1e-3,3e-3).")
+        bool,
+        Option(
+            "--sweep",
+            help="Start a run for each combination of values (optimizer=muon,adamw "
+            "optimizer.lr=muon:5e-3,1e-2,adamw:1e-3,3e-3).",
+        ),
     ] = False,
     profile: Annotated[
         str | None,

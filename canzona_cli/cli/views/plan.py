@@ -29,7 +29,7 @@ from canzona_cli.core.costs.update import RULES
 from canzona_cli.core.phases import LABELS
 from canzona_cli.core.planner.measures import UpdateKind, kinds
 from canzona_cli.core.setup import Gathering, Reduction
-from canzona_cli.core.simulate.compare import STRATEGIES, Comparison, Study, Variant, mode_key
+from canzona_cli.core.simulate.compare import STRATEGIES, SUMMARY, Comparison, Study, Variant, mode_key
 from canzona_cli.records.breakdown import describes_machine
 from canzona_cli.records.corpus import PreparedCorpus, supply
 from canzona_cli.records.words import MISSING, count, milliseconds, plural, predicted_overhead, size, step_time, traffic
@@ -271,7 +271,7 @@ def strategies(study: Study, screen: Screen, *, whole: bool = False) -> Iterator
         whole: True to show also the paper's strategies, those that do not fit, and layerwise and sc in the slower of
             the modes that the supported Megatron can run.
     """
-    brief = ("adamw", "canzona", study.strategy, "layerwise", mode_key("layerwise", "layer_sharded"), "sc")
+    brief = dict.fromkeys((*SUMMARY, study.strategy, mode_key("layerwise", "layer_sharded")))
     misfits = [name for name in brief if name in study.strategies and not study.strategies[name].fits]
     names = [name for name in study.shown_strategies if whole or (name in brief and name not in misfits)]
     heads = ("iteration", "optimizer", "vs AdamW", "GiB", "opt. ratio", "iter. ratio")

@@ -2,7 +2,7 @@
 
 Megatron's own timers synchronise the device at every start and stop, and do not time the parts of an update.
 canzona passes Megatron a timer object for the schedule, and wraps the methods that start communication or
-wait for it. The wrapped names are pinned by `tests/dist/test_instrument.py`.
+wait for it. `tests/dist/test_instrument.py` looks for the phases of real steps.
 """
 
 import functools

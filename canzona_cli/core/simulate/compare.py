@@ -41,6 +41,8 @@ from canzona_cli.core.simulate.update import UpdateModel, Workload
 
 STRATEGIES = (phases.STRATEGIES[-1], *phases.STRATEGIES[:-1])
 """The strategies in the order of the tables. AdamW comes first, because the others are compared with it."""
+SUMMARY: tuple[AnyStrategy, ...] = ("adamw", "canzona", "sc", "layerwise")
+"""The strategies of a plan's summary: the planner's own, and those that Megatron offers."""
 Comparison = Literal["strategies", "form"]
 FORMS: tuple[Literal["auto"] | Form, ...] = ("standard", "gram", "auto")
 VERSION = 3
@@ -109,7 +111,7 @@ class Study:
     def shown_strategies(self) -> tuple[str, ...]:
         """The keys of `strategies` in the order of the tables, with other modes after the faster one."""
         names: list[str] = []
-        for name in STRATEGIES:
+        for name in filter(self.strategies.__contains__, STRATEGIES):
             others = (mode_key(name, mode) for mode in get_args(MuonTpMode) if mode != self.strategies[name].tp_mode)
             names += [name, *(key for key in others if key in self.strategies)]
         return tuple(names)

@@ -52,15 +52,6 @@ def by_transformers(folder: Path) -> bytes:
     return bytes(each for each in ids if each < 256)
 
 
-@pytest.mark.sweep  # as the next test, for the other family
-def test_a_llama_goes_on_as_transformers_does(tmp_path: Path) -> None:
-    shape = replace(SHAPE, tied_embeddings=False, qk_norm=False, rope_base=500_000.0, norm_eps=1e-5, rope_scaling=8.0)
-    folder = written(tmp_path / "llama", shape)
-    asked = ("--prompt", PROMPT, "--max-new-tokens", str(TOKENS), "--json")
-    done = canzona("generate", folder / "run", *asked, code=0)
-    assert json.loads(done.stdout)["text"] == by_transformers(folder).decode(errors="replace")
-
-
 def test_a_prompt_is_gone_on_from_as_transformers_does(folder: Path) -> None:
     wanted = by_transformers(folder).decode(errors="replace")
     assert len(set(wanted)) > 3, "any model might write it"

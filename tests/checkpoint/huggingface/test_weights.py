@@ -134,7 +134,6 @@ def test_memory_does_not_grow_with_the_largest_tensor(tmp_path: Path) -> None:
     assert same(stored(tmp_path / "large" / "out"), stored(tmp_path / "large" / "in"))
 
 
-@pytest.mark.sweep
 def test_several_files_have_an_index_and_are_one_model(run: Path, tmp_path: Path) -> None:
     export(run, tmp_path / "out", shard_bytes=40_000)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())

@@ -15,10 +15,10 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from canzona_cli.checkpoint.commit import write_checkpoint
 from canzona_cli.checkpoint.contents import MASTER
 from canzona_cli.checkpoint.manifest import Buffer, Progress, Shard
 from canzona_cli.checkpoint.shard_file import raw_bytes
-from canzona_cli.checkpoint.staging import write_checkpoint
 from canzona_cli.checkpoint.torch_dist.folder import TorchDistFolder
 from canzona_cli.checkpoint.torch_dist.names import Kind, kind_of_state, parameters
 from canzona_cli.config.compose import compose_run

@@ -83,7 +83,9 @@ def test_without_sbatch_submitting_is_exit_3_and_leaves_nothing(tmp_path: Path) 
 def test_inside_a_step_a_dry_run_shows_what_this_machine_would_start(tmp_path: Path) -> None:
     step = {"SLURM_JOB_ID": "9", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2"}
     step |= {"SLURM_STEP_NODELIST": "localhost,n2", "SLURM_NODEID": "1"}
-    done = canzona("train", "--dry-run", "recipe=qwen3-8b", "gpus=16", cwd=tmp_path, environment=step, code=0)
+    done = canzona(
+        "train", "--dry-run", "--config", "recipe=qwen3-8b", "gpus=16", cwd=tmp_path, environment=step, code=0
+    )
     assert "from Slurm job 9: the run directory, machine 1 of 2" in " ".join(done.stderr.split())
     said = " ".join(done.stdout.split())
     for part in ("--node-rank 1", "--rdzv-endpoint localhost:", "--rdzv-id slurm-9", "runs/qwen3-8b-9"):

@@ -41,7 +41,7 @@ def test_recipes_come_with_the_wheel(site: Path, tmp_path: Path) -> None:
 
 
 def test_a_recipe_of_the_wheel_resolves_into_a_command(site: Path, tmp_path: Path) -> None:
-    printed = _canzona(site, tmp_path, "train", "recipe=qwen3-8b", "gpus=16", "--dry-run")
+    printed = _canzona(site, tmp_path, "train", "recipe=qwen3-8b", "gpus=16", "--dry-run", "--config")
     assert "-m canzona_cli.training.worker" in printed
     assert not any(tmp_path.iterdir()), "a dry run writes nothing"
 

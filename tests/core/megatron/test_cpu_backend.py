@@ -288,23 +288,6 @@ def test_it_refuses_to_act_where_cuda_is_available() -> None:
     _in_child(child)
 
 
-def test_installing_twice_is_installing_once() -> None:
-    def child() -> None:
-        originals = _current()
-        cpu_backend.install()
-        assert sorted(cpu_backend._originals) == sorted(originals)
-        installed = _current()
-        assert all(installed[name] is not originals[name] for name in originals)
-        cpu_backend.install()
-        assert _current() == installed
-        cpu_backend.uninstall()
-        assert _current() == originals
-        cpu_backend.uninstall()
-        assert _current() == originals
-
-    _in_child(child)
-
-
 def test_only_megatron_hears_that_a_tensor_is_on_cuda() -> None:
     def child() -> None:
         cpu_backend.install()
@@ -332,8 +315,3 @@ def test_every_way_to_say_cuda_is_the_cpu_and_other_devices_are_what_they_were()
             assert {tensor.device for tensor in made} == {torch.device(got)}, device
 
     _in_child(child)
-
-
-def test_this_process_was_left_alone() -> None:
-    """The contracts above ran in children; here nothing may be replaced."""
-    assert cpu_backend._originals == {}

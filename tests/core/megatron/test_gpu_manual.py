@@ -6,8 +6,6 @@ from pathlib import Path
 
 from gpu_check import PARTS
 
-from canzona_cli.core.costs.machine import install_fused_layers
-
 ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "canzona_cli"
 MANUAL = (PACKAGE / "core" / "megatron" / "README.md").read_text(encoding="utf-8")
@@ -71,33 +69,8 @@ def test_code_that_nothing_executes_is_there() -> None:
         assert re.search(rf"def {function}\b", (PACKAGE / path).read_text(encoding="utf-8")), name
 
 
-def test_layers_of_transformer_engine_are_named_as_never_executed() -> None:
-    """Tests have no Transformer Engine, so nothing executes a function that asks Megatron for its layers."""
-    call = "get_gpt_layer_with_transformer_engine_spec("
-    asking = {
-        f"{name}:{function.name}"
-        for name, module in _parsed(call).items()
-        for function in ast.walk(module)
-        if isinstance(function, ast.FunctionDef) and call in ast.unparse(function)
-    }
-    assert asking
-    assert asking <= set(_named_as_never_executed())
-
-
-def test_transformer_engine_is_installed_as_canzona_itself_says() -> None:
-    command, _, _ = install_fused_layers().partition(" (")
-    assert f"`{command}`" in " ".join(MANUAL.split())
-
-
 def test_parts_have_the_limits_that_the_manual_names() -> None:
     rows = _rows("| part | limit | requirement |")
     assert {name: limit for parts, limit, _ in rows for name in _names(parts)} == {
         name: f"{part.limit_s:.0f} s" for name, part in PARTS.items()
     }
-
-
-def test_what_no_test_can_run_names_parts_that_there_are() -> None:
-    for _, parts in _rows("| only on GPUs | part |"):
-        names = set(_names(parts)) - {"captures", "canzona doctor"}
-        assert names or parts.startswith("nothing yet")
-        assert names <= set(PARTS)

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from canzona_cli.core.optimizers import Muon, NorMuon, Workspace, gram_form, muon, muon_facts, shared_rows
+from canzona_cli.core.optimizers import Muon, NorMuon, Workspace, gram_form, muon, muon_facts
 from canzona_cli.core.optimizers.facts import Form
 from canzona_cli.core.optimizers.gram_form import (
     LARGEST_NORM,
@@ -95,38 +95,6 @@ def test_it_is_nearer_than_standard_in_bf16_and_never_doubted(ns: CoefficientSet
             gram, trusted = in_half(form, steps)
             assert trusted
             assert apart(gram, exact(form, steps)) < 0.7 * standard
-
-
-@pytest.mark.parametrize("steps", [1, 2, 3, 5, 8])
-def test_the_first_step_undoes_the_norm_to_the_last_bit(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Powers of two round nothing in fp32: result, estimated error and doubt, whole and shared."""
-    whole = (48, 256)
-    start, gradient = gaussian(whole, 0), gaussian(whole, 1)
-    for ns in SETS:
-        results = []
-        for norm in (1.0, 4.0):
-            with monkeypatch.context() as patched:
-                for module in (gram_form, muon, shared_rows):
-                    patched.setattr(module, "starting_norm", lambda side, dtype, norm=norm: norm)
-                errors: list[float] = []
-                real = gram_form.Polynomial.error
-
-                def told(self: gram_form.Polynomial, *given: Any, real: Any = real, errors: Any = errors) -> Any:
-                    errors.append(real(self, *given))
-                    return errors[-1]
-
-                patched.setattr(gram_form.Polynomial, "error", told)
-                alone = parameter(start)
-                alone.grad = gradient
-                gram_muon(alone, "fp32", ns, steps).step()
-                found = [alone.detach()]
-                split = cut(start, 2, "fp32", ns, steps)
-                assert split.step(gradient) == [True, True]
-                found.append(split.gathered())
-                results.append((found, errors))
-        (one, errors), (other, others) = results
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), ns
-        assert sorted(errors) == pytest.approx(sorted(others), rel=1e-9)
 
 
 class Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -263,25 +231,6 @@ def test_what_is_left_out_only_decays_even_if_not_finite(
         doubted = optimizer.untrusted_count()
         assert doubted is not None
         assert doubted.item() == 1
-
-
-@pytest.mark.parametrize("kind", [Muon, NorMuon])
-def test_a_stack_that_is_left_out_only_decays_even_if_not_finite(
-    kind: type[Muon], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return x.fill_(math.nan), torch.zeros(len(x), dtype=torch.bool)
-
-    monkeypatch.setattr(muon, "runs_in_blocks", lambda matrix: False)
-    monkeypatch.setattr(muon, "gram_newton_schulz", broken)
-    params = reference.weights([(12, 40), (12, 40)])
-    before = [p.detach().clone() for p in params]
-    optimizer = kind(params, 0.02, form="gram", stack=True, weight_decay=0.5)
-    for p in params:
-        p.grad = torch.ones(12, 40)
-    optimizer.step()
-    for p, start in zip(params, before, strict=True):
-        torch.testing.assert_close(p.detach(), start * (1 - 0.02 * 0.5))
 
 
 @pytest.mark.usefixtures("_on_gpus")

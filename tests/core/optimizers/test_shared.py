@@ -13,9 +13,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from canzona_cli.core.costs.sharing import Exchange, shared_exchanges, shared_works
-from canzona_cli.core.optimizers import Muon, Workspace, shared_rows
+from canzona_cli.core.optimizers import shared_rows
 from canzona_cli.core.optimizers.facts import known_optimizers
-from canzona_cli.core.optimizers.gram_form import gram_newton_schulz
 from canzona_cli.core.optimizers.matrix_optimizer import matmul_precision
 from canzona_cli.core.optimizers.muon_facts import CoefficientSet
 from canzona_cli.core.optimizers.newton_schulz import coefficients
@@ -231,26 +230,6 @@ def test_a_doubt_needs_no_more_memory(precision: Precision, side: int, parts: in
     before = [optimizer.workspace.nbytes for optimizer in split.optimizers]
     split.step_alone()
     assert [optimizer.workspace.nbytes for optimizer in split.optimizers] == before
-
-
-@pytest.mark.parametrize(("side", "parts"), [(64, 4), (63, 3)])
-def test_what_is_not_trusted_is_made_alone_in_standard_form(side: int, parts: int) -> None:
-    """Singular values over three decades in bf16: the whole is doubted too, and comes out in standard form."""
-    whole = (side, 2 * side)
-    u, _, v = torch.linalg.svd(gaussian(whole, 3), full_matrices=False)
-    gradient = torch.mm(u * torch.logspace(0, -3, side), v)
-    doubted = gradient / gradient.norm()
-    assert not bool(gram_newton_schulz(doubted.bfloat16(), coefficients("quintic", 5), Workspace())[1])
-    start = gaussian(whole, 0)
-    split, exact, standard = cut(start, parts, "bf16"), parameter(start), parameter(start)
-    assert split.step(gradient) == [False] * parts
-    split.step_alone()
-    exact.grad = standard.grad = gradient
-    Muon([exact], LR, precision="fp32").step()
-    Muon([standard], LR, precision="bf16").step()
-    assert apart(split.gathered(), exact, start) < 1.5 * apart(standard, exact, start)
-    averages = [o.state[p]["momentum_buffer"] for o, p in zip(split.optimizers, split.fragments, strict=True)]
-    torch.testing.assert_close(torch.cat(averages, dim=1), gradient * 0.05)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 10])
