@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.cli.commands.train_end import _show_reason
+from canzona_cli.cli.commands.train_run import _show_reason
 from canzona_cli.core.errors import CheckpointInvalid, ConfigError, Diverged, ExitCode, Problem, SaveFailed
 from canzona_cli.launch.outcome import Outcome, Workers, judge, killed_outcome
 from canzona_cli.records.codec import load_if_valid, save

@@ -103,7 +103,7 @@ def _measure(overrides: list[str], options: "Options", recipes_dirs: list[Path],
 
 def _simulate(overrides: list[str], options: "Options", recipes_dirs: list[Path], *, as_json: bool) -> None:
     from canzona_cli.bench.simulated import run_simulation
-    from canzona_cli.cli.views.bench_simulated import SimulationView
+    from canzona_cli.cli.views.bench import SimulationView
 
     problems = [*options.problems]
     with collect_problems(problems):

@@ -254,7 +254,7 @@ def _show_beside_megatron(
     if json:
         show(comparison.as_json())
         return
-    from canzona_cli.cli.views.beside_megatron import BesideMegatronView
+    from canzona_cli.cli.views.plan import BesideMegatronView
 
     show(BesideMegatronView(beside=comparison, verbose=verbose))
 

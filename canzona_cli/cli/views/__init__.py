@@ -9,9 +9,9 @@
 | `errors` | the error messages of all commands |
 | `train*` | `canzona train`: the live view, plain lines for pipes, the dry run |
 | `run`, `run_page`, `compare` | `canzona report`: a run, its breakdown, and comparisons |
-| `plan`, `layouts`, `beside_megatron` | `canzona plan`, and `canzona recipes layouts` |
+| `plan`, `layouts` | `canzona plan`, and `canzona recipes layouts` |
 | `machines` | `canzona clusters` and `canzona doctor` |
-| `bench*`, `checkpoint`, `calibrate`, `data` | the command of that name |
+| `bench`, `checkpoint`, `calibrate`, `data` | the command of that name |
 
 Most views only show results that were computed elsewhere. Exceptions: `layouts` plans and searches,
 `checkpoint` reads and verifies checkpoints, `header` counts matrices, `calibrate` prices updates and

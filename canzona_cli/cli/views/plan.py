@@ -1,9 +1,11 @@
-"""The screen of `canzona plan`: a summary that fits in 25 lines, one comparison, or everything about a
-plan."""
+"""The screens of `canzona plan`: a summary that fits in 25 lines, one comparison, or everything about a plan; and the
+cost of a Megatron-LM run's optimizer compared with canzona's."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -33,6 +35,9 @@ from canzona_cli.core.simulate.compare import STRATEGIES, SUMMARY, Comparison, S
 from canzona_cli.records.breakdown import describes_machine
 from canzona_cli.records.corpus import PreparedCorpus, supply
 from canzona_cli.records.words import MISSING, count, milliseconds, plural, predicted_overhead, size, step_time, traffic
+
+if TYPE_CHECKING:
+    from canzona_cli.bench.beside_megatron import Cost, MegatronComparison
 
 _NO_GAP = 1e-6
 """The relative gap to the lower bound below which a plan is called optimal, because the gap may be due to
@@ -155,7 +160,6 @@ class PlanView(Page):
             gradients = f"{communication.dp_reductions:,} ({_bucket_counts(communication.reduced_by)})"
             weights = f"{communication.dp_gathers:,} ({_bucket_counts(communication.gathered_by)})"
             yield "collectives", f"gradients: {gradients}, weights: {weights}"
-        yield "optimizer", self._comparison_text()
         result = study.planned.result
         yield from fast_path_rows(study.fast_paths(simulated=True), (result.iteration_s, result.optimizer_s))
 
@@ -187,20 +191,6 @@ class PlanView(Page):
             updates = f"up to {most_s} of updates in a step, mean {step_time(refreshes.mean_s)}"
             longest = f"{step_time(mean_s + refreshes.excess_s)}, {refreshes.excess_s / mean_s:+.1%} over the mean"
             yield "refreshes", f"{spreading} over {step_count}: {updates}; longest step {longest}"
-
-    def _comparison_text(self) -> Text:
-        """Returns the optimizer time and the comparison with other strategies: `19.4 ms (layerwise takes
-        26.5× as long, sc does not fit); iteration +1% over AdamW in this layout`."""
-        study = self.study
-        ratios = {name: study.optimizer_speedup(name) for name in ("layerwise", "sc")}
-        comparisons = [f"{name} takes {ratio:.1f}× as long" for name, ratio in ratios.items() if ratio is not None]
-        misfits = [name for name, ratio in ratios.items() if ratio is None]
-        if misfits:
-            comparisons.append(f"{' and '.join(misfits)} {'does' if len(misfits) == 1 else 'do'} not fit")
-        increase = study.overhead(study.strategy)
-        adamw = "AdamW does not fit" if increase is None else f"iteration {predicted_overhead(increase)} over AdamW"
-        seconds = step_time(study.planned.result.optimizer_s)
-        return joined((seconds, "bold"), f" ({', '.join(comparisons)}); {adamw} in this layout")
 
     def _matrices(self) -> str:
         plan = self.study.plan
@@ -420,3 +410,103 @@ def streams(study: Study, screen: Screen) -> Iterator[RenderableType]:
     yield Lanes(title="enlarged", rows=enlarged_lanes, start_s=enlarged_start_s, end_s=end_s)
     if not (screen.colour or screen.page):
         yield note("Lower-case letters: phases fill less than half of the time slice.")
+
+
+_SHOWN = 4
+"""The most arguments that a list shows without `-v`."""
+_MODES = {
+    "blockwise": "each TP rank orthogonalises its own fragment, so updates depend on TP; canzona's do not",
+    "duplicated": "each TP rank gathers and updates whole matrices",
+    "distributed": "each TP rank updates its fragment, and squares are all-reduced",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BesideMegatronView(Page):
+    """The optimizers' costs on one screen, and the command that trains the model in canzona's own loop."""
+
+    beside: "MegatronComparison"
+    verbose: bool = False
+    """True to list every argument, not only the first few."""
+
+    widest = 120
+
+    def parts(self, screen: Screen) -> Iterator[RenderableType]:
+        beside, run, config = self.beside, self.beside.run, self.beside.setup
+        optimizer = "AdamW" if run.optimizer == "adamw" else "Muon"
+        layout = describe_layout(beside.layout, config.cluster.device)
+        model = f"  {config.model.name}, {optimizer}, {layout} on {config.cluster.name}"
+        yield paragraph(joined((run.path.name, "bold"), model))
+        batch = f"{beside.layout.global_batch_size:,} sequences × {config.train.seq_length:,}"
+        yield note(f"{batch}, micro-batch {beside.layout.micro_batch_size}")
+        yield self._table()
+        all_fit = all(cost.fits for cost in (beside.adamw, beside.muon, beside.canzona))
+        yield note("simulated, all in Megatron's own loop, so that only the optimizers differ")
+        misfits = "" if all_fit else "; !: does not fit"
+        yield note(f"optimizer: exposed time; balance: max / mean update time of ranks{misfits}")
+        yield Text()
+        yield from labelled_rows(self._rows(), 16)
+        yield Text()
+        if run.plans_only:
+            only_in_megatron = "canzona's own loop cannot train this model:"
+            only_planned = "canzona plans this model, but cannot train it:"
+            yield paragraph(only_in_megatron if self._in_megatrons_loop else only_planned, "bold")
+            yield from map(note, self._first_few(run.plans_only))
+            return
+        lacking = f", without {' and '.join(beside.overlaps)}" if beside.overlaps else ""
+        data = "" if "data.path" in run.overrides else "; add data.path=PREFIX"
+        yield paragraph(f"In canzona's own loop{lacking}{data}:", "bold")
+        yield replace(paragraph(shlex.join(("canzona", "train", *beside.command))), unbroken=True)
+
+    @property
+    def _in_megatrons_loop(self) -> bool:
+        """True if canzona's engine can train the model in Megatron's loop."""
+        model = self.beside.setup.model
+        return model.gated and not model.num_experts
+
+    def _table(self) -> RenderableType:
+        beside = self.beside
+        muon = "layer-wise Muon" if beside.muon.strategy == "layerwise" else "redundant Muon"
+        costs = {"Megatron AdamW": beside.adamw, f"  {muon}": beside.muon, "canzona Muon": beside.canzona}
+        heads = ("iteration", "optimizer", "vs AdamW", "balance", "padding", "GiB")
+        return rows_table(heads, ((name, self._cells(cost)) for name, cost in costs.items()), bold=2)
+
+    def _cells(self, cost: "Cost") -> tuple[str, ...]:
+        return (
+            step_time(cost.result.iteration_s),
+            step_time(cost.result.optimizer_s),
+            MISSING if cost.strategy == "adamw" else predicted_overhead(self.beside.overhead(cost)),
+            MISSING if cost.balance is None else f"{cost.balance:.2f}",
+            MISSING if cost.padding is None else f"{100 * cost.padding:.1f}%",
+            f"{cost.memory_bytes / GIB:.1f}{' ' if cost.fits else '!'}",
+        )
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        beside, run = self.beside, self.beside.run
+        if beside.setup.model.num_experts:
+            yield "canzona", "does not train experts in Megatron's loop yet"
+        elif self._in_megatrons_loop:
+            yield "canzona", "runs in Megatron's loop through use_in_megatron_lm(), see canzona_cli/LIBRARY.md"
+        if run.optimizer == "adamw" and not run.distributed:
+            yield "AdamW", "is simulated with --use-distributed-optimizer, although the run does not set it"
+        if run.optimizer == "muon" and beside.muon.strategy == "sc":
+            yield "redundant", "without --use-distributed-optimizer, every rank updates every matrix"
+        if run.optimizer == "muon" and beside.layout.tp > 1:
+            yield "muon-tp-mode", f"{run.tp_mode}: {_MODES[run.tp_mode]}"
+        for label, arguments in (
+            ("not understood", run.not_understood),
+            ("not in the log", run.assumed),
+            ("not simulated", run.left_out),
+        ):
+            if arguments:
+                yield label, ", ".join(self._first_few(arguments))
+        if run.no_effect:
+            shown = f": {', '.join(run.no_effect)}" if self.verbose else " (-v lists them)"
+            yield "no effect", f"{plural(len(run.no_effect), 'other argument')}{shown}"
+
+    def _first_few(self, arguments: Sequence[str]) -> Sequence[str]:
+        """Returns all arguments if they are few or the view is verbose; otherwise the first few and the
+        number of the others."""
+        if self.verbose or len(arguments) <= _SHOWN:
+            return arguments
+        return *arguments[:_SHOWN], f"and {len(arguments) - _SHOWN} more (-v)"

@@ -145,14 +145,6 @@ def test_a_run_shows_what_its_model_writes(trained: Trained) -> None:
         assert f"at step {line['step']} the model writes: import" in trained.text
 
 
-@pytest.mark.sweep  # test_generate compares with transformers what a checkpoint writes
-def test_a_checkpoint_writes_what_its_run_has_shown(trained: Trained) -> None:
-    lines = [json.loads(line) for line in (trained.folder / "run" / "events.jsonl").read_text().splitlines()]
-    shown = [line["text"] for line in lines if line["event"] == "sample"]
-    done = canzona("generate", trained.folder / "run", "--prompt", "import ", "--max-new-tokens", "5", "--json", code=0)
-    assert json.loads(done.stdout)["text"] == shown[-1]
-
-
 def test_an_evaluation_finds_what_the_run_found_and_leaves_the_run_as_it_is(trained: Trained, tmp_path: Path) -> None:
     """The evaluation runs in a folder without the user's optimizer, whose code it does not need."""
     run = trained.folder / "run"
