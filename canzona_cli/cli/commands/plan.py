@@ -22,7 +22,6 @@ from canzona_cli.cli.commands.output import (
     write_out,
     write_page,
 )
-from canzona_cli.config.sweep import is_sweep
 from canzona_cli.core.errors import Clash, ConfigError, Problem, clashes, refuse
 
 if TYPE_CHECKING:
@@ -103,6 +102,8 @@ def plan(
     is written to plans/, where `canzona train` looks for it. Several values (gpus=64,256) are shown as a table,
     and so are the Qwen3 sizes from 0.6B to 235B by a dry run without a recipe.
     """
+    from canzona_cli.config.sweep import is_sweep
+
     settings, dirs = overrides or [], recipes_dir or []
     given = {"--out": out, "--html": html, "--compare": compare, "--shapes": shapes, "--from-megatron": from_megatron}
     several = any(map(is_sweep, settings))
