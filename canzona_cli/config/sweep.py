@@ -54,20 +54,20 @@ def combinations(arguments: Sequence[str]) -> tuple[Combination, ...]:
             `MOST_RUNS` runs.
     """
     problems: list[Problem] = []
-    optimizers: list[str] = []
-    for argument in arguments:
-        if key_of(argument) == "optimizer":
-            swept_names = [override.partition("=")[2] for override in _expand(argument, problems)]
-            optimizers += swept_names or [argument.partition("=")[2].strip()]
-    problems.clear()  # they come again below
-    owners: dict[str, dict[str, tuple[str, ...]]] = {}
-    choices = []
-    for argument in arguments:
-        if (by_optimizer := _by_optimizer(argument, optimizers, problems)) is None:
-            choices.append(_expand(argument, problems))
-        else:
-            owners[key_of(argument)] = by_optimizer
-            choices.append(tuple(dict.fromkeys(itertools.chain(*by_optimizer.values()))))
+    named = [_split_at_optimizers(argument) for argument in arguments]
+    choices = [() if names else _expand(argument, problems) for argument, names in zip(arguments, named, strict=True)]
+    optimizers = [
+        override.partition("=")[2].strip()
+        for argument, overrides in zip(arguments, choices, strict=True)
+        if key_of(argument) == "optimizer"
+        for override in overrides or (argument,)
+    ]
+    # For each argument with values of single optimizers, the optimizers of each override; else empty.
+    users: list[Mapping[str, Sequence[str]]] = [{} for _ in arguments]
+    for place, names in enumerate(named):
+        if names:
+            users[place] = _users_of_values(arguments[place], names, optimizers, problems)
+            choices[place] = tuple(users[place])
     swept = [key_of(argument) for argument, values in zip(arguments, choices, strict=True) if values]
     if not swept and not problems:
         reason, fix = "no setting has several values", "for example optimizer.lr=1e-3,3e-3, or train.seed='range(1,5)'"
@@ -80,11 +80,11 @@ def combinations(arguments: Sequence[str]) -> tuple[Combination, ...]:
     refuse(problems)
     runs = []
     value_lists = [values or (argument,) for argument, values in zip(arguments, choices, strict=True)]
-    whole = (overrides for overrides in itertools.product(*value_lists) if _belong_together(overrides, owners))
+    whole = (overrides for overrides in itertools.product(*value_lists) if _belong_together(overrides, users))
     for overrides in itertools.islice(whole, MOST_RUNS + 1):
         swept_here = (override for override, values in zip(overrides, choices, strict=True) if values and override)
         chosen = dict(override.split("=", 1) for override in swept_here)
-        given = tuple(filter(None, overrides)) if owners else overrides
+        given = tuple(override for override, listed in zip(overrides, users, strict=True) if override or not listed)
         runs.append(Combination(name=_directory_name(chosen), values=chosen, overrides=given))
     if len(runs) > MOST_RUNS:
         reason = f"asks for more than {MOST_RUNS:,} runs"
@@ -98,31 +98,42 @@ def is_sweep(argument: str) -> bool:
     return bool(_expand(argument, problems) or problems)
 
 
-def _by_optimizer(
-    argument: str, optimizers: Sequence[str], problems: list[Problem]
-) -> dict[str, tuple[str, ...]] | None:
-    """Returns the overrides of each optimizer if the argument names optimizers; None for any other argument.
-
-    An optimizer without values has one empty override. Problems are added to `problems`.
-    """
+def _split_at_optimizers(argument: str) -> Sequence[str]:
+    """Returns the values in front of the first optimizer's name, then each name and its values; empty for any other
+    argument than a numeric setting of the optimizer with names."""
     key, _, text = argument.partition("=")
-    key = key.strip()
-    setting = setting_of(key)
-    if not key.startswith("optimizer.") or setting is None or setting.kind != "number":
-        return None
-    for_others, *named = _OPTIMIZER.split(text.strip())
-    if not named:
-        return None
+    setting = setting_of(key.strip())
+    if not key.strip().startswith("optimizer.") or setting is None or setting.kind != "number":
+        return ()
+    parts = _OPTIMIZER.split(text.strip())
+    return parts if len(parts) > 1 else ()
+
+
+def _users_of_values(
+    argument: str, parts: Sequence[str], optimizers: Sequence[str], problems: list[Problem]
+) -> dict[str, list[str]]:
+    """Returns the optimizers that have each override of an argument. Optimizers without values have an empty override.
+    Adds problems to `problems`.
+
+    Args:
+        parts: the result of `_split_at_optimizers`, not empty.
+    """
+    key, text = key_of(argument), argument.partition("=")[2].strip()
+    for_others, *named = parts
     values = {name: _values_of(key, listed, problems) for name, listed in zip(named[::2], named[1::2], strict=True)}
     for name in [*values]:
         if name not in optimizers:
             swept = f"swept are {', '.join(optimizers)}" if optimizers else f"write optimizer={','.join(values)} too"
-            problems.append(Problem(key, f"has values for {name}, which is not swept", swept, value=text.strip()))
+            problems.append(Problem(key, f"has values for {name}, which is not swept", swept, value=text))
     for name, count in Counter(named[::2]).items():
         if count > 1:
-            problems.append(Problem(key, f"names {name} twice", f"write {name}:A,B once", value=text.strip()))
+            problems.append(Problem(key, f"names {name} twice", f"write {name}:A,B once", value=text))
     others = _values_of(key, for_others, problems) if for_others.strip() else ("",)
-    return {name: values.get(name, others) for name in optimizers}
+    users: dict[str, list[str]] = {}
+    for name in optimizers:
+        for override in values.get(name, others):
+            users.setdefault(override, []).append(name)
+    return users
 
 
 def _values_of(key: str, listed: str, problems: list[Problem]) -> tuple[str, ...]:
@@ -131,18 +142,13 @@ def _values_of(key: str, listed: str, problems: list[Problem]) -> tuple[str, ...
     return _expand(argument, problems) or _expand(f"{key}=choice({listed.strip()})", problems) or (argument,)
 
 
-def _belong_together(overrides: Sequence[str], owners: Mapping[str, Mapping[str, tuple[str, ...]]]) -> bool:
-    """Returns True if all values that are listed for optimizers are listed for the optimizer of this run."""
-    if not owners:
+def _belong_together(overrides: Sequence[str], users: Sequence[Mapping[str, Sequence[str]]]) -> bool:
+    """Returns True if the run's optimizer has all values that are listed for optimizers."""
+    of_optimizer = [names[override] for override, names in zip(overrides, users, strict=True) if names]
+    if not of_optimizer:
         return True
     optimizer = next(override.partition("=")[2].strip() for override in overrides if key_of(override) == "optimizer")
-    chosen = {key_of(override) for override in overrides if override}
-    return all(
-        any(override in by_optimizer[optimizer] for override in overrides if key_of(override) == key)
-        if key in chosen
-        else by_optimizer[optimizer] == ("",)
-        for key, by_optimizer in owners.items()
-    )
+    return all(optimizer in names for names in of_optimizer)
 
 
 def _expand(argument: str, problems: list[Problem]) -> tuple[str, ...]:
