@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from canzona_cli.cli.commands.output import RecipesDirs, key_values, tell
+from canzona_cli.cli.commands.output import RecipesDirs, key_values, show, tell
 from canzona_cli.core.errors import Clash, Problem, clashes, refuse
 from canzona_cli.records.streams import mark_training_run
 
@@ -100,9 +100,9 @@ def train(
                     requests,
                     dry_run=dry_run,
                     prepare_only=prepare_only,
-                    as_json=as_json,
                     show_config=show_config,
                     quiet=quiet and not printed,
+                    present=(lambda description: show(description.as_json())) if as_json else show,
                 )
         except Preempted as request:
             outcome = early_stop_outcome(None, request)

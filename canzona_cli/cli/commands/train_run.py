@@ -63,12 +63,11 @@ def run(
     *,
     dry_run: bool,
     prepare_only: bool = False,
-    as_json: bool = False,
     show_config: bool = False,
     quiet: bool = False,
     name: str = "",
     printed: set[str] | None = None,
-    show_dry_run: Callable[[DryRun], None] = show,
+    present: Callable[[DryRun], None] = show,
 ) -> None:
     """Runs `canzona train` for one run.
 
@@ -80,7 +79,7 @@ def run(
         quiet: True prints only warnings, errors and one line at the end.
         name: the name of the run in the line of a quiet run; empty for the recipe's name.
         printed: the warnings that earlier runs of the same command have printed; they are not repeated.
-        show_dry_run: shows the description of a run that is not started.
+        present: shows the description of a run that is not started.
 
     Raises:
         Preempted: a request to stop arrived before the run was resolved.
@@ -101,10 +100,6 @@ def run(
         config=config, layout=layout, plan=obtain_plan(config.setup, layout), quiet_name=quiet_name, printed=printed
     )
     if dry_run or prepare_only:
-
-        def present(description: DryRun) -> None:
-            show(description.as_json()) if as_json else show_dry_run(description)
-
         (_show_dry_run if dry_run else _prepare_only)(job, present, show_config=show_config)
         return
     try:

@@ -98,7 +98,7 @@ def _describe_all(
                 prepare_only=prepare_only,
                 show_config=show_config,
                 printed=printed,
-                show_dry_run=show if in_full else partial(rows.__setitem__, name),
+                present=show if in_full else partial(rows.__setitem__, name),
             )
     finally:
         if not in_full and rows:

@@ -275,7 +275,7 @@ def strategies(study: Study, screen: Screen, *, whole: bool = False) -> Iterator
         ratio += f"; !: does not fit in {room}, simulated as if it did"
     elif misfits and not whole:
         ratio += f"; too large for {room}: {', '.join(name for name in misfits if '/' not in name)} (see -v)"
-    if cluster.device == "cuda" and study.setup.parallel.bucket_elements is None:
+    if study.setup.bucket_size_open:
         ratio += "; adamw, sc, layerwise: Megatron's bucket size"  # canzona chooses its own
     yield note(f"simulated in this layout{hardware}; optimizer: exposed time; {ratio}")
     layerwise, sc = (study.strategies[name].tp_mode for name in ("layerwise", "sc"))

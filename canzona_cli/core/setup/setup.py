@@ -64,6 +64,11 @@ class Setup(HashedOnce):
     __hash__ = HashedOnce.__hash__
 
     @property
+    def bucket_size_open(self) -> bool:
+        """True if the size of buckets may be chosen: on GPUs, unless the user set `parallel.bucket_elements`."""
+        return self.parallel.bucket_elements is None and self.cluster.device == "cuda"
+
+    @property
     def exchange_bytes(self) -> int:
         """The number of bytes per element in the larger of a micro-group's two messages, which C_max limits."""
         return max(self.train.weight_bytes, self.engine.gradient_bytes)

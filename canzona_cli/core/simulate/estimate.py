@@ -145,8 +145,7 @@ def _exposed_with_experts(setup: Setup, layout: Layout, traffic: "_Traffic", pas
 def _bucket_sizes(setup: Setup, layout: Layout) -> tuple[int, ...]:
     """Returns the bucket sizes to try, in elements."""
     default = bucket_elements(setup, layout) or 1
-    chooses_size = setup.parallel.bucket_elements is None and setup.cluster.device == "cuda"
-    return bucket_limits(default) if chooses_size and setup.execution is Execution.PLANNED else (default,)
+    return bucket_limits(default) if setup.bucket_size_open and setup.execution is Execution.PLANNED else (default,)
 
 
 def _link_use_s(setup: Setup, layout: Layout) -> float:

@@ -168,7 +168,7 @@ def fastest_with(
     searched = [result for run in runs for result in search(run, memory=memory).best]
     results = [*searched, *(simulated.complete() for simulated in same_layout if simulated)]
     fastest = min(results, key=lambda result: result.per_sequence_s, default=None)
-    if fastest is None or setup.cluster.device == "cpu" or setup.parallel.bucket_elements is not None:
+    if fastest is None or not setup.bucket_size_open:
         return fastest
     # `fastest` already has the first size, the default.
     _, *bucket_sizes = bucket_limits(default_bucket_elements(fastest.layout.owners))
