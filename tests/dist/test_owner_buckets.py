@@ -407,6 +407,7 @@ def _adamw_step(config: RunConfig, world: World, plan: Plan) -> list[int]:
             overlap_param_gather=config.parallel.overlap_grad_reduce,
             **settings,
         ),
+        config.optimizer,
     )
     for group in optimizer.param_groups:
         # As Megatron's scheduler does.
