@@ -223,10 +223,11 @@ def adamw_settings(setup: Setup, changes: Mapping[str, object] | None = None) ->
     return MegatronOptimizerConfig(**{**settings, **(changes or {})})
 
 
-def adamw_part(config: MegatronOptimizerConfig) -> MegatronOptimizerConfig:
+def adamw_part(config: MegatronOptimizerConfig, settings: OptimizerBase) -> MegatronOptimizerConfig:
     """Returns settings for AdamW with `DistributedOptimizer`, derived from a caller's settings for Megatron's
-    Muon."""
+    Muon, and the betas that the caller gave the engine for AdamW alone."""
     part = copy(config)
+    part.adam_beta1, part.adam_beta2 = settings.adamw_betas
     part.optimizer = "adam"
     part.use_distributed_optimizer = True
     part.use_layer_wise_distributed_optimizer = False
