@@ -87,7 +87,6 @@ class Frame:
             "loss": number(state.loss, ".4f"),
             "smoothed": number(state.smoothed, ".4f"),
             "lr": number(newest and newest.lr, ".2e"),
-            **({"AdamW's lr": number(newest.adamw_lr, ".2e")} if newest and newest.adamw_lr is not None else {}),
             "gradient norm": number(newest and newest.grad_norm, ".3f"),
             "tokens/s": number(state.tokens_per_s, ",.0f"),
             f"per {state.unit}": number(state.tokens_per_s_per_rank, ",.0f"),
