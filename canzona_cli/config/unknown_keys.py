@@ -48,6 +48,7 @@ _NAMES: Final[Mapping[str, str]] = {
     "optimizer.momentum": "muon_momentum",
     "optimizer.ns_steps": "muon_num_ns_steps",
     "optimizer.lr": "learning_rate",
+    "optimizer.adamw_lr": "decoupled_lr embedding_lr embed_lr adam_lr",
     "optimizer.clip_grad": "grad_clip max_grad_norm clip_grad_norm gradient_clip_val gradient_clipping max_norm",
     "optimizer.beta1": "adam_beta1",
     "optimizer.beta2": "adam_beta2",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from canzona_cli.config.overrides import override_text
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import Problem
-from canzona_cli.core.setup import CustomConfig, Execution, FastPath, MomentumConfig
+from canzona_cli.core.setup import AdamWConfig, CustomConfig, Execution, FastPath, MomentumConfig
 from canzona_cli.core.setup.execution import has_tp_modes
 from canzona_cli.core.setup.problems import value_of, with_own_values
 
@@ -150,6 +150,9 @@ def _optimizer_warnings(config: RunConfig, explicit: frozenset[str]) -> Iterator
     if config.optimizer.lr > (highest := config.optimizer.PLAUSIBLE_LR):
         name = config.optimizer.name
         yield f"optimizer.lr={config.optimizer.lr:g} is above {highest:g}: with {name}, training will probably diverge"
+    adamw_lr = config.optimizer.adamw_lr
+    if adamw_lr is not None and adamw_lr > (highest := AdamWConfig.PLAUSIBLE_LR):
+        yield f"optimizer.adamw_lr={adamw_lr:g} is above {highest:g}: training will probably diverge"
 
 
 def _no_tp_modes(config: RunConfig) -> str:

@@ -116,7 +116,7 @@ class Engine:
             world,
             plan,
             PhaseTimer(world.device),
-            adamw=adamw_part(self._megatron),
+            adamw=adamw_part(self._megatron, setup.optimizer),
             overrides=overrides,
             reads_weights=True,
         )

@@ -148,6 +148,8 @@ class StepMetrics:
     loss: float | None = None
     """The mean over the global batch, in nats per token; None if it was not finite."""
     lr: float | None = None
+    adamw_lr: float | None = None
+    """The learning rate of parameters that are not matrices; None if it is `lr`."""
     grad_norm: float | None = None
     """The norm before clipping; None if it was not finite."""
     tokens_per_s: float | None = None

@@ -22,7 +22,7 @@ from canzona_cli.training.guards import Divergence, DivergenceGuard, LossSpike, 
 from canzona_cli.training.measure import StarvationWatch, StepProfiler, StragglerWatch
 from canzona_cli.training.records import Journal, RankRecord
 from canzona_cli.training.saving import Saver
-from canzona_cli.training.step import Sampler, StepResult, describe_bad_losses, train_step, validate
+from canzona_cli.training.step import Sampler, StepResult, describe_bad_losses, step_rates, train_step, validate
 
 
 class NonFiniteLoss(Diverged):
@@ -150,11 +150,9 @@ class Training:
         try:
             result = train_step(trainee, batches, stop_requested=self._stop_requested, save_due=self._save_due)
         except NonFiniteGradients as error:
-            refused = StepResult(
-                loss=math.nan if error.loss is None else error.loss,
-                grad_norm=math.nan,
-                lr=float(trainee.optimizer.param_groups[0]["lr"]),
-            )
+            loss = math.nan if error.loss is None else error.loss
+            lr, adamw_lr = step_rates(trainee)
+            refused = StepResult(loss=loss, grad_norm=math.nan, lr=lr, adamw_lr=adamw_lr)
             progress = advance_progress(trainee, self.progress, refused)
             self.journal.step(step_metrics(trainee, progress, refused, time.perf_counter() - started))
             error.since = self._divergence.since or step
@@ -290,6 +288,7 @@ def step_metrics(trainee: Trainee, progress: Progress, result: StepResult, step_
         step=progress.step,
         loss=result.loss,
         lr=result.lr,
+        adamw_lr=result.adamw_lr,
         grad_norm=result.grad_norm if math.isfinite(result.grad_norm) else None,
         tokens_per_s=tokens / step_s,
         step_s=step_s,

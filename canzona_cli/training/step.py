@@ -80,6 +80,8 @@ class StepResult(AgreedValues):
     grad_norm: float
     lr: float
     """The learning rate of the step."""
+    adamw_lr: float | None = None
+    """The learning rate of parameters that are not matrices; None if it is `lr`."""
     skipped: bool = False
     """True if no weight changed, because the gradients were not finite (`train.non_finite=skip`)."""
     fallbacks: int = 0
@@ -124,7 +126,7 @@ def train_step(
     losses = _forward_backward(
         trainee, batches, micro_batches=trainee.world.layout.num_microbatches, forward_only=False
     )
-    lr = optimizer.param_groups[0]["lr"]
+    lr, adamw_lr = step_rates(trainee)
     try:
         with timer.phase("norm_clip"):
             agreed = _start_agreement(trainee, losses, stop_requested=stop_requested(), save_due=save_due())
@@ -145,12 +147,21 @@ def train_step(
     return StepResult(
         **vars(values),
         grad_norm=float(grad_norm),
-        lr=float(lr),
+        lr=lr,
+        adamw_lr=adamw_lr,
         skipped=not updated,
         fallbacks=optimizer.fallbacks if isinstance(optimizer, CanzonaOptimizer) else 0,
         captures=optimizer.captures if isinstance(optimizer, CanzonaOptimizer) else 0,
         bad_ranks=() if math.isfinite(values.loss) else _bad_ranks(trainee, losses),
     )
+
+
+def step_rates(trainee: Trainee) -> tuple[float, float | None]:
+    """Returns the learning rates of the next step: `lr` and `adamw_lr` of its `StepResult`."""
+    optimizer, schedule = trainee.setup.optimizer, trainee.schedule
+    own = optimizer.adamw_rates
+    adamw_lr = None if own.lr == optimizer.lr else schedule.get_lr({"max_lr": own.lr, "min_lr": own.min_lr})
+    return schedule.get_lr({}), adamw_lr
 
 
 @torch.no_grad()

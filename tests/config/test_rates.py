@@ -4,10 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.config.compose import compose_run
+from canzona_cli.config.changes import changes
+from canzona_cli.config.compose import compose_run, dump_resolved
 from canzona_cli.config.overrides import parse_overrides
 from canzona_cli.config.recipes import short_recipe_text
+from canzona_cli.config.resolve import swept_runs
 from canzona_cli.core.errors import ConfigError
+from canzona_cli.core.setup import AdamWConfig
+from canzona_cli.core.setup.execution import with_strategy
 
 CUSTOM = ("optimizer=custom", "optimizer.source=torch.optim:SGD", "optimizer.allow=[torch]")
 
@@ -81,3 +85,55 @@ def test_what_a_short_recipe_sets_and_what_is_typed(tmp_path: Path) -> None:
     assert run("optimizer=soap")[0] == 0.002, "the recipe's rate is Muon's"
     assert run("optimizer.lrs={muon:0.004}")[0] == 0.004
     assert run("optimizer.lr=0.001", "train.global_batch_size=8") == (0.001, 0.0001, 8)
+
+
+def _adamw(*overrides: str) -> tuple[float, float, float]:
+    """The rate, the minimum and the weight decay of parameters that are not matrices."""
+    rates = compose_run(["recipe=qwen3-tiny", *overrides], training=False).config.optimizer.adamw_rates
+    return rates.lr, rates.min_lr, rates.weight_decay
+
+
+def test_adamw_has_the_rates_of_matrices_unless_they_are_set_apart() -> None:
+    assert _adamw() == (0.005, 0.0005, 0.1)
+    assert _adamw("optimizer=soap", "optimizer.lr=0.004") == (0.004, 0.0004, 0.1)
+    assert _adamw("optimizer.adamw_lr=0.001") == pytest.approx((0.001, 0.0001, 0.1))
+    assert _adamw("optimizer.adamw_lr=0.001", "optimizer.min_lr=0.0025") == (0.001, 0.0005, 0.1)
+    assert _adamw("optimizer.adamw_lr_ratio=0.2", "optimizer.lr=0.004") == (0.0008, 0.00008, 0.1)
+    assert _adamw("optimizer.adamw_weight_decay=0") == (0.005, 0.0005, 0.0)
+    with pytest.raises(ConfigError, match="keep one"):
+        _adamw("optimizer.adamw_lr=0.001", "optimizer.adamw_lr_ratio=0.2")
+
+
+def test_a_rate_of_adamw_outlives_an_optimizer_and_a_sweep(tmp_path: Path) -> None:
+    """So that optimizers are compared, and not the rates of embeddings."""
+    own = tmp_path / "own.yaml"
+    own.write_text(dump_resolved(compose_run(["recipe=qwen3-tiny", "optimizer.adamw_lr=0.003"]).config))
+    swept = swept_runs([f"recipe={own}", "optimizer.lr=1e-4,2e-2"], [])
+    assert [(run.config.optimizer.lr, run.config.optimizer.adamw_lr) for run in swept] == [(1e-4, 0.003), (2e-2, 0.003)]
+    baseline = with_strategy(swept[1].config.setup, "adamw").optimizer
+    assert isinstance(baseline, AdamWConfig)
+    assert baseline.adamw_rates == swept[1].config.optimizer.adamw_rates
+
+
+def test_a_resumed_run_says_what_became_of_both_rates() -> None:
+    old = compose_run(["recipe=qwen3-tiny", "optimizer.adamw_lr_ratio=0.2"]).config
+    new = compose_run(["recipe=qwen3-tiny", "optimizer.adamw_lr_ratio=0.2", "optimizer.lr=0.004"]).config
+    alone = compose_run(["recipe=qwen3-tiny"]).config
+    assert [line.partition(" now")[0] for line in changes(old, new, step=5).warnings] == [
+        "optimizer.adamw_lr is 0.0008",
+        "optimizer.lr is 0.004",
+        "optimizer.min_lr is 0.0004",
+    ]
+    assert changes(alone, old, step=5).warnings == ("optimizer.adamw_lr is 0.001 now; up to step 5 it was null",)
+
+
+def test_only_optimizers_whose_matrices_have_moments_have_betas_of_adamw() -> None:
+    soap = compose_run(["recipe=qwen3-tiny", "optimizer=soap", "optimizer.adamw_beta2=0.9"]).config.optimizer
+    assert (soap.beta2, soap.adamw_betas) == (0.95, (0.9, 0.9))
+    with pytest.raises(ConfigError, match=r"optimizer\.adamw_beta2: muon has no such setting"):
+        compose_run(["recipe=qwen3-tiny", "optimizer.adamw_beta2=0.9"])
+
+
+def test_a_rate_of_adamw_that_diverges_is_warned_about() -> None:
+    (warning,) = compose_run(["recipe=qwen3-tiny", "optimizer.adamw_lr=0.3"]).warnings
+    assert warning.startswith("optimizer.adamw_lr=0.3 is above 0.1")

@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import ConfigError
 from canzona_cli.core.megatron.optimizer import build_schedule
 from canzona_cli.core.setup import DecayStyle
+from canzona_cli.training.step import step_rates
 
 LR, MIN_LR, STEPS, WARMUP, WSD_DECAY = 3e-3, 2e-4, 100, 10, 30
 
@@ -103,6 +106,23 @@ def test_wsd_decays_over_a_tenth_of_what_follows_the_warm_up_unless_told_otherwi
     stable_until = STEPS - (STEPS - WARMUP) // 10
     assert rates[WARMUP : stable_until + 1] == [LR] * (stable_until + 1 - WARMUP)
     assert rates[stable_until + 1] < LR
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_both_rates_follow_one_schedule_and_are_recorded_as_the_groups_have_them(decay: DecayStyle) -> None:
+    config = _config(f"schedule.decay={decay}", *DECAYS[decay][1], "optimizer.adamw_lr=0.0006")
+    own = {"max_lr": 0.0006, "min_lr": MIN_LR / 5}
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], **rates} for rates in ({}, own)]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    trainee: Any = SimpleNamespace(setup=config.setup, schedule=build_schedule(optimizer, config.setup))
+    for _ in range(STEPS + 20):
+        recorded, adamw = step_rates(trainee)
+        assert adamw is not None
+        assert [recorded, adamw] == pytest.approx([group["lr"] for group in optimizer.param_groups], rel=1e-12)
+        assert adamw == pytest.approx(recorded / 5, rel=1e-12)
+        trainee.schedule.step(increment=1)
+    trainee.setup = _config(f"schedule.decay={decay}", *DECAYS[decay][1]).setup
+    assert step_rates(trainee)[1] is None
 
 
 def test_weight_decay_stays_what_it_was() -> None:

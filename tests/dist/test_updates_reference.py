@@ -7,6 +7,7 @@ engine moves any other optimizer's matrices as exactly is what `test_engine_exac
 
 import math
 from collections.abc import Callable
+from itertools import starmap
 
 import numpy as np
 import pytest
@@ -42,8 +43,8 @@ FIXED = (
 BOUND = 3e-4
 
 Parameters = dict[str, torch.nn.Parameter]
-Update = Callable[[], None]
-"""Updates the reference's parameters from their clipped gradients."""
+Update = Callable[[float], None]
+"""Updates the reference's parameters from their clipped gradients, given the step's rate as a share of the peak."""
 
 
 _known: dict[tuple[object, ...], tuple[Weights, Weights, list[float]]] = {}
@@ -79,8 +80,9 @@ def _train_whole(
         model = hugging_face_model(config.model, before, max_length=config.train.seq_length)
         params: Parameters = dict(model.named_parameters())
         update = updates(params, config)
-        taken, norms = samples(config, layout, STEPS), []
-        for step in range(STEPS):
+        steps = config.train.steps
+        taken, norms = samples(config, layout, steps), []
+        for step in range(steps):
             model.zero_grad()
             batch = default_collate(
                 [taken[step * layout.global_batch_size + i] for i in range(layout.global_batch_size)]
@@ -88,27 +90,44 @@ def _train_whole(
             torch.autograd.backward(token_losses(model, batch["tokens"], batch["labels"]).mean())
             clip = config.optimizer.clip_grad or math.inf
             norms.append(float(torch.nn.utils.clip_grad_norm_(params.values(), clip)))
-            update()
+            update(_share(config, step))
         return {name: weight.numpy() for name, weight in weights_of(model).items()}, norms
 
     ((after, norms),) = run_ranks(1, rank)
     return {name: torch.from_numpy(weight) for name, weight in after.items()}, norms
 
 
+def _share(config: RunConfig, step: int) -> float:
+    """The rate of a step, from 0, as a share of the peak: constant, or linear from 1 to the minimum."""
+    if config.schedule.decay == "constant":
+        return 1.0
+    lowest = config.optimizer.min_lr / config.optimizer.lr
+    return 1 - (1 - lowest) * step / (config.schedule.decay_steps or config.train.steps)
+
+
 def _adamw(params: Parameters, config: RunConfig) -> Update:
-    """`torch.optim.AdamW`; weight decay on everything that is not 1-D."""
+    """`torch.optim.AdamW` with two rates and weight decays; no decay on what is 1-D."""
     settings = config.optimizer
+    decay = settings.weight_decay
+    own_lr = settings.lr if settings.adamw_lr is None else settings.adamw_lr
+    own_decay = decay if settings.adamw_weight_decay is None else settings.adamw_weight_decay
+    matrices = [p for name, p in params.items() if "_proj" in name]
+    others = [p for name, p in params.items() if "_proj" not in name]
+    peaks = (settings.lr, own_lr, own_lr)
     optimizer = torch.optim.AdamW(
         [
-            {"params": [p for p in params.values() if p.dim() > 1], "weight_decay": settings.weight_decay},
-            {"params": [p for p in params.values() if p.dim() == 1], "weight_decay": 0.0},
+            {"params": matrices, "weight_decay": decay},
+            {"params": [p for p in others if p.dim() > 1], "weight_decay": own_decay},
+            {"params": [p for p in others if p.dim() == 1], "weight_decay": 0.0},
         ],
-        lr=settings.lr,
+        lr=1.0,
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,
     )
 
-    def update() -> None:
+    def update(share: float) -> None:
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["lr"] = share * peak
         optimizer.step()
 
     return update
@@ -132,8 +151,9 @@ def _muon(params: Parameters, config: RunConfig) -> Update:
     momenta = [torch.zeros_like(torch.cat(list(group))) for group in groups]
 
     @torch.no_grad()
-    def update() -> None:
-        adamw()
+    def update(share: float) -> None:
+        adamw(share)
+        lr = share * settings.lr
         for group, momentum in zip(groups, momenta, strict=True):
             gradient = torch.cat([_gradient(p) for p in group])
             momentum.mul_(settings.momentum).add_(gradient)
@@ -141,7 +161,7 @@ def _muon(params: Parameters, config: RunConfig) -> Update:
             scale = settings.scale_factor * math.sqrt(max(direction.shape))
             step = scale * orthogonalised(direction.double(), settings.coefficients).float()
             for p, part in zip(group, torch.split(step, [p.shape[0] for p in group]), strict=True):
-                p.mul_(1 - settings.lr * settings.weight_decay).sub_(settings.lr * part)
+                p.mul_(1 - lr * settings.weight_decay).sub_(lr * part)
 
     return update
 
@@ -164,6 +184,11 @@ def _gradient(param: torch.nn.Parameter) -> torch.Tensor:
 
 TP2_DP2 = ("gpus=4", "parallel.tp=2", "parallel.pp=1")
 Settings = tuple[str, ...]
+# A rate and a weight decay of their own for embeddings and norms, whose schedule is that of the matrices.
+APART = (
+    *("train.steps=5", "optimizer.adamw_lr=0.003", "optimizer.adamw_weight_decay=0.05"),
+    *("schedule.decay=linear", "schedule.decay_steps=8", "optimizer.min_lr_ratio=0.1"),
+)
 ADAMW: dict[str, Settings] = {
     name: ("optimizer=adamw", *layout)
     for name, layout in {
@@ -185,6 +210,13 @@ MUON: dict[str, Settings] = {
         *("gpus=4", "parallel.tp=2", "parallel.pp=2"),
     ),
 }
+TWO_RATES: dict[str, tuple[Settings, Callable[[Parameters, RunConfig], Update]]] = {
+    "adamw, dp2": (("optimizer=adamw", "gpus=2", "parallel.tp=1", "parallel.pp=1", *APART), _adamw),
+    "adamw, tp2": (("optimizer=adamw", "gpus=2", "parallel.tp=2", "parallel.pp=1", *APART), _adamw),
+    "Megatron's Muon, tp2": ((*SC, "gpus=2", "parallel.tp=2", "parallel.pp=1", *APART), _muon),
+    "Muon, dp2": (("optimizer=muon", "gpus=2", "parallel.tp=1", "parallel.pp=1", *APART), _muon),
+    "Muon, tp2": (("optimizer=muon", "gpus=2", "parallel.tp=2", "parallel.pp=1", *APART), _muon),
+}
 
 
 def _resolve(*overrides: str) -> tuple[RunConfig, Layout]:
@@ -192,9 +224,9 @@ def _resolve(*overrides: str) -> tuple[RunConfig, Layout]:
 
 
 RUNS = Runs(
-    [*ADAMW.values(), *MUON.values()],
+    [*ADAMW.values(), *MUON.values(), *(settings for settings, _ in TWO_RATES.values())],
     ranks_of,
-    lambda runs: run_trainings([(*_resolve(*settings), STEPS) for settings in runs]),
+    lambda runs: run_trainings([(config, layout, config.train.steps) for config, layout in starmap(_resolve, runs)]),
 )
 
 
@@ -220,3 +252,12 @@ def test_adamw_over_any_layout_is_torchs_adamw_on_whole_weights(where: str) -> N
 @pytest.mark.parametrize("how", MUON)
 def test_muon_over_any_layout_is_muon_on_whole_matrices(how: str) -> None:
     _check(MUON[how], _muon)
+
+
+@pytest.mark.parametrize("how", TWO_RATES)
+def test_embeddings_and_norms_have_the_rate_and_the_decay_of_their_own(how: str) -> None:
+    settings, updates = TWO_RATES[how]
+    ours, (config, layout) = RUNS[settings], _resolve(*settings)
+    after, _ = _reference(config, layout, ours.before, updates)
+    for name, weight in ours.after.items():
+        assert float((weight - after[name]).abs().max()) <= 1e-6, name

@@ -47,6 +47,7 @@ def test_a_card_is_complete_and_of_its_recipes_own_settings(name: str) -> None:
         (("gpus=1",), True),
         (("gpus=4", "parallel.tp=4", "engine.strategy=sc", "train.micro_batch_size=2"), True),
         (("optimizer.lr=1e-3",), False),
+        (("optimizer.adamw_lr_ratio=0.2",), False),
         (("train.precision=fp32",), False),
         (("train.seed=1",), False),
         (("train.steps=60",), False),

@@ -11,6 +11,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_standard_config_overrides
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.utils import get_model_config
 
 from canzona_cli import Engine
@@ -93,6 +94,38 @@ def test_settings_and_overrides_of_parameter_groups_are_megatrons(cases: dict[st
                 assert apart < 5e-6, (case, name)
         losses[case] = ranks[0][0].losses[-1]
     assert len(set(losses.values())) == len(losses), "a setting without effect says nothing"
+
+
+def test_a_rate_of_adamw_yields_to_the_callers_overrides_and_megatron_logs_that_of_matrices() -> None:
+    config, layout = jobs.resolve(*FIXED)
+    own = (
+        "optimizer=soap",
+        "optimizer.adamw_lr=0.003",
+        "optimizer.adamw_weight_decay=0.02",
+        "optimizer.adamw_beta2=0.9",
+    )
+    where = "cluster=cpu"
+
+    def work(_: str, world: World) -> tuple[float, set[Any]]:
+        megatron = optimizer_config(config, decoupled_lr=0.004, min_lr=0.0)
+
+        def build(chunks: list[torch.nn.Module]) -> Any:
+            return by_canzona(chunks, megatron, world, None, where, *own)
+
+        optimizer: Any = trainee_of(config, world, build).optimizer
+        adamw, _ = optimizer.chained_optimizers
+        groups = {
+            (round(group["lr"], 12), group["weight_decay"], group["betas"])
+            for group in adamw.param_groups
+            if "lr" in group and "betas" in group
+        }
+        logged = get_canonical_lr_for_logging(optimizer.param_groups)
+        assert all(group["lr"] == logged for group in optimizer.matrices.param_groups)
+        return round(logged, 12), groups
+
+    # The embedding has Megatron's decoupled rate; norms have no decay.
+    expected = {(0.003, 0.0, (0.9, 0.9)), (0.004, 0.02, (0.9, 0.9))}
+    assert jobs.on_ranks({"": (config, layout)}, work) == {"": [(0.01, expected)] * 2}
 
 
 def test_every_public_member_works_or_is_refused_by_name() -> None:

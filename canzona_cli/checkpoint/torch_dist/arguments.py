@@ -11,6 +11,7 @@ from canzona_cli.config.megatron_arguments import limited, table
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.unknown_keys import exact_key
 from canzona_cli.core.engine.stored_state import SHARDING
+from canzona_cli.core.setup import OptimizerConfig
 from canzona_cli.core.setup.problems import value_of
 
 _DECAYS: Final = {"wsd": "WSD"}
@@ -65,6 +66,7 @@ def arguments_of(config: RunConfig, progress: Progress, *, has_state: bool) -> d
         "grad_reduce_in_bf16": config.train.grad_reduce_dtype == "bf16",
         "global_batch_size": config.train.global_batch_size,
         "train_iters": config.train.steps,
+        **_decoupled(config.optimizer),
         "lr_decay_style": _DECAYS.get(schedule.decay, schedule.decay),
         "lr_decay_iters": schedule.decay_steps,
         "lr_warmup_iters": schedule.warmup_steps,
@@ -73,6 +75,12 @@ def arguments_of(config: RunConfig, progress: Progress, *, has_state: bool) -> d
         "consumed_train_samples": progress.samples,
         "no_save_optim": not has_state,
     }
+
+
+def _decoupled(optimizer: OptimizerConfig) -> dict[str, object]:
+    """Returns Megatron-LM's arguments for a rate of embeddings and output layer that is not that of matrices."""
+    own = optimizer.adamw_rates
+    return {} if own.lr == optimizer.lr else {"decoupled_lr": own.lr, "decoupled_min_lr": own.min_lr}
 
 
 def schedule_state(config: RunConfig, progress: Progress) -> dict[str, object]:
@@ -97,6 +105,9 @@ def optimizer_groups(config: RunConfig, kind: Kind, step: float) -> dict[object,
     """Returns the parameter groups of Megatron's distributed AdamW, or of its layer-wise Muon together with
     AdamW.
 
+    Megatron-LM can give embeddings and output layer their own rate (`--decoupled-lr`), but not norms, and they
+    have no weight decay of their own.
+
     Args:
         step: The number of steps that AdamW has taken.
     """
@@ -114,7 +125,7 @@ def optimizer_groups(config: RunConfig, kind: Kind, step: float) -> dict[object,
     }
     adamw = {
         **usual,
-        "betas": (optimizer.beta1, optimizer.beta2),
+        "betas": optimizer.adamw_betas,
         "eps": optimizer.eps,
         "bias_correction": True,
         "decoupled_weight_decay": True,
@@ -122,8 +133,12 @@ def optimizer_groups(config: RunConfig, kind: Kind, step: float) -> dict[object,
         **({"optimizer": "adam"} if kind == "muon" else {}),
     }
     # Weight decay does not apply to norms.
+    adamw_groups = [adamw, {**adamw, "wd_mult": 0.0}]
+    if (own := optimizer.adamw_rates).lr != optimizer.lr:
+        decoupled = {**adamw, "default_config": False, "max_lr": own.lr, "min_lr": own.min_lr, "lr": own.lr}
+        adamw_groups = [*(adamw_groups if kind == "adamw" else adamw_groups[1:]), decoupled]
     groups: dict[object, object] = {
-        "optimizer": {"param_groups": [adamw, {**adamw, "wd_mult": 0.0}]},
+        "optimizer": {"param_groups": adamw_groups},
         "param_state_sharding_type": SHARDING,
     }
     if kind == "adamw":

@@ -56,12 +56,15 @@ def optimizer_words(name: str, strategy: str) -> str:
 
 
 def describe_optimizer(config: RunConfig) -> str:
-    """Returns `muon (canzona), lr 0.003 cosine, bf16`; the name of a custom optimizer includes its source."""
+    """Returns `muon (canzona), lr 0.003 cosine, bf16`; with AdamW's rate (`lr 0.003, AdamW 0.001, cosine`) if it is
+    another. The name of a custom optimizer includes its source."""
     name: str = config.optimizer.name
     if isinstance(config.optimizer, CustomConfig):
         name += f" {config.optimizer.source}"
     words = optimizer_words(name, config.engine.strategy)
-    return f"{words}, lr {config.optimizer.lr:g} {config.schedule.decay}, {config.train.precision}"
+    lr, adamw_lr = config.optimizer.lr, config.optimizer.adamw_rates.lr
+    rates = f"{lr:g}" if adamw_lr == lr else f"{lr:g}, AdamW {adamw_lr:g},"
+    return f"{words}, lr {rates} {config.schedule.decay}, {config.train.precision}"
 
 
 def describe_data(config: RunConfig, corpus: PreparedCorpus | None) -> str:

@@ -106,6 +106,7 @@ def _curves(summary: RunSummary) -> Iterator[RenderableType]:
     for title, name, spec in (
         ("gradient norm before clipping", "grad_norm", ".4g"),
         ("learning rate", "lr", ".3g"),
+        ("learning rate of AdamW", "adamw_lr", ".3g"),
         ("balancing loss", "balancing_loss", ".4g"),
         ("tokens of the busiest expert, over the mean", "expert_load", ".3g"),
         ("tokens/s, all ranks", "tokens_per_s", ",.0f"),

@@ -40,7 +40,9 @@ _PACKAGE = __name__.partition(".")[0]
 OptimizerClass = Callable[..., torch.optim.Optimizer]
 Order = Callable[[Matrix], tuple[int, int]]
 """A function that returns the key by which matrices are sorted."""
-_NO_ARGUMENTS = {field.name for field in fields(OptimizerBase)} | {"name", "stack", "graph", "form", "stagger", "tf32"}
+_NO_ARGUMENTS = {field.name for field in fields(OptimizerBase)} | {
+    *("name", "stack", "graph", "form", "stagger", "tf32", "adamw_beta1", "adamw_beta2"),
+}
 """The settings that `_settings` does not copy: they are passed in another way, or not at all."""
 
 
@@ -116,7 +118,7 @@ def build_engine(
     else:
         updater = RedundantOptimizer(adamw, chunks, world, part.matrices, wiring, fallbacks)
     return CanzonaOptimizer(
-        build_adamw(chunks, world, adamw, overrides),
+        build_adamw(chunks, world, adamw, setup.optimizer, overrides),
         updater,
         chunks,
         # With a plan, every gradient element is reduced to one rank. Without a plan, data-parallel ranks have

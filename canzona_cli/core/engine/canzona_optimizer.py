@@ -75,6 +75,7 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
         self._stats_group, self._timer, self._non_finite, self._clip = stats_group, timer, non_finite, clip
         self._counts_adamw, self._reads_weights = counts_adamw, reads_weights
         self._sharded: ShardedState | None = None
+        self._schedule_group: dict[str, object] = {"params": [], "default_config": True}
         self.stored: Callable[[], Collection[str]] | None = None
         """A function that returns the keys of the checkpoint being loaded; None if the checkpoint has the
         keys that this optimizer saves."""
@@ -87,6 +88,12 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
         self.captures = 0
         """The number of CUDA graphs that the ranks of `stats_group` together had captured before the last
         step."""
+
+    @property
+    def param_groups(self) -> list[dict[str, object]]:
+        """The parameter groups, after one without parameters: its `lr` is the rate of matrices on every rank, also
+        on ranks that update none, and the rate that Megatron-LM logs."""
+        return [self._schedule_group, *super().param_groups]
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float, int | None]:

@@ -31,10 +31,12 @@ from canzona_cli.core.megatron.matrix_buffers import (
     TAG,
     check_model,
     full_param_layout,
+    global_parameters,
     matrix_parameters,
     tag_matrices,
 )
 from canzona_cli.core.megatron.parallel import World, Wrapped, exchange_objects_as_json
+from canzona_cli.core.model.matrices import matrices as matrices_of
 from canzona_cli.core.planner.plan import Plan
 from canzona_cli.core.setup import Execution, MuonConfig, OptimizerBase, Precision, Setup
 from canzona_cli.core.setup.execution import aligns_param_gather, overlaps_param_gather, tp_mode_of
@@ -172,10 +174,28 @@ def build_optimizer(chunks: Wrapped, setup: Setup, world: World) -> MegatronOpti
             "use_distributed_optimizer": False,
             "use_layer_wise_distributed_optimizer": setup.execution is Execution.LAYERWISE,
         }
+    config = adamw_settings(setup, changes)
+    overrides = get_standard_config_overrides(config)
+    if own := _own_rates(optimizer):
+        names = {matrix.parameter for matrix in matrices_of(setup.model, world.layout, setup.engine.splitting)}
+        matrices = {id(param) for name, param in global_parameters(chunks) if name in names}
+        not_matrix = ParamPredicate(name="canzona_not_matrix", fn=lambda param: id(param) not in matrices)
+        overrides[ParamKey(predicate=not_matrix)] = own
     with exchange_objects_as_json():
         return get_megatron_optimizer(
-            adamw_settings(setup, changes), list(chunks), use_gloo_process_groups=False, pg_collection=world.groups
+            config, list(chunks), overrides, use_gloo_process_groups=False, pg_collection=world.groups
         )
+
+
+def _own_rates(optimizer: OptimizerBase) -> ParamGroupOverride:
+    """Returns the settings of parameter groups without matrices that differ from the schedule's, which are those of
+    matrices."""
+    own, rates = ParamGroupOverride(), optimizer.adamw_rates
+    if rates.lr != optimizer.lr:
+        own.update(max_lr=rates.lr, min_lr=rates.min_lr)
+    if rates.weight_decay != optimizer.weight_decay:
+        own.update(start_wd=rates.weight_decay, end_wd=rates.weight_decay)
+    return own
 
 
 def adamw_settings(setup: Setup, changes: Mapping[str, object] | None = None) -> MegatronOptimizerConfig:
@@ -191,8 +211,8 @@ def adamw_settings(setup: Setup, changes: Mapping[str, object] | None = None) ->
         "lr": optimizer.lr,
         "min_lr": optimizer.min_lr,
         "weight_decay": optimizer.weight_decay,
-        "adam_beta1": optimizer.beta1,
-        "adam_beta2": optimizer.beta2,
+        "adam_beta1": optimizer.adamw_betas[0],
+        "adam_beta2": optimizer.adamw_betas[1],
         "adam_eps": optimizer.eps,
         "clip_grad": 0.0 if optimizer.clip == "none" else optimizer.clip_grad,
         "bf16": bf16,
@@ -203,10 +223,11 @@ def adamw_settings(setup: Setup, changes: Mapping[str, object] | None = None) ->
     return MegatronOptimizerConfig(**{**settings, **(changes or {})})
 
 
-def adamw_part(config: MegatronOptimizerConfig) -> MegatronOptimizerConfig:
+def adamw_part(config: MegatronOptimizerConfig, settings: OptimizerBase) -> MegatronOptimizerConfig:
     """Returns settings for AdamW with `DistributedOptimizer`, derived from a caller's settings for Megatron's
-    Muon."""
+    Muon, and the betas that the caller gave the engine for AdamW alone."""
     part = copy(config)
+    part.adam_beta1, part.adam_beta2 = settings.adamw_betas
     part.optimizer = "adam"
     part.use_distributed_optimizer = True
     part.use_layer_wise_distributed_optimizer = False
@@ -247,6 +268,7 @@ def build_adamw(
     chunks: Wrapped,
     world: World,
     megatron_config: MegatronOptimizerConfig,
+    settings: OptimizerBase,
     overrides: Overrides | None = None,
 ) -> MegatronOptimizer:
     """Builds AdamW for every parameter of a rank's model chunks that `tag_matrices` did not mark as a matrix.
@@ -258,6 +280,7 @@ def build_adamw(
     Args:
         megatron_config: settings with `optimizer="adam"`; with `use_distributed_optimizer=True`, matrices
             must be in separate buffers.
+        settings: the run's optimizer, whose `adamw_rates` apply unless an override sets another rate.
         overrides: the caller's `config_overrides`; None for Megatron's standard ones.
 
     Raises:
@@ -274,6 +297,12 @@ def build_adamw(
             models, megatron_config, {**overrides, ParamKey(predicate=is_matrix): {"optimizer": _MATRICES}}
         )
     refuse(_overridden_matrices(groups, megatron_config), Unsupported)
+    groups = [group for group in groups if group.get("optimizer") != _MATRICES]
+    own = _own_rates(settings)
+    for group in groups:
+        # The caller's overrides take precedence. A group without one for rates has the default rates.
+        default = {"max_lr", "min_lr"} if group["default_config"] else set()
+        group.update({key: value for key, value in own.items() if key not in group or key in default})
     ranks = ProcessGroupCollection.setup_process_groups_for_optimizer(
         world.groups, models, use_gloo_process_groups=False
     )
@@ -282,7 +311,7 @@ def build_adamw(
     optimizer: MegatronOptimizer = _get_megatron_optimizer_based_on_param_groups(
         config=megatron_config,
         model_chunks=models,
-        param_groups=[group for group in groups if group.get("optimizer") != _MATRICES],
+        param_groups=groups,
         per_model_buffers={
             index: [buffer for buffer in model.buffers if not getattr(buffer.params[0], TAG, False)]
             for index, model in enumerate(models)

@@ -29,6 +29,15 @@ MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rates:
+    """The peak and the minimum of a learning rate, and the weight decay."""
+
+    lr: float
+    min_lr: float
+    weight_decay: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerBase:
     """The settings that all optimizers share. Matrix optimizers use the AdamW settings for all parameters
     that are not matrices, such as embeddings, the output layer and norms."""
@@ -40,7 +49,13 @@ class OptimizerBase:
 
     PLAUSIBLE_LR: ClassVar[float] = 0.1
 
-    lr: Annotated[Positive, "Peak learning rate.", Example("0.0003"), CURVE]
+    lr: Annotated[
+        Positive,
+        "Peak learning rate of matrices, and of embeddings, output layer, norms, biases and routers, which AdamW always"
+        " updates, unless adamw_lr sets theirs.",
+        Example("0.0003"),
+        CURVE,
+    ]
     lrs: Annotated[
         dict[str, Positive],
         "Peak learning rates by optimizer, for recipes. They replace lr unless lr is given on the command line.",
@@ -54,9 +69,28 @@ class OptimizerBase:
         Example("0.1"),
         NOTHING,
     ] = None
+    adamw_lr: Annotated[
+        Positive | None,
+        "Peak learning rate of parameters that are not matrices, also with optimizer=adamw; its schedule and its ratio"
+        " of minimum to peak are those of lr. null: lr.",
+        Example("0.001"),
+        CURVE,
+    ] = None
+    adamw_lr_ratio: Annotated[
+        Positive | None,
+        "adamw_lr as a multiple of lr, so that it changes with lr; null: use adamw_lr.",
+        Example("0.2"),
+        NOTHING,
+    ] = None
     weight_decay: Annotated[
         NotNegative, "Decoupled weight decay; 1-D parameters (norms, biases) are excluded.", CURVE
     ] = 0.1
+    adamw_weight_decay: Annotated[
+        NotNegative | None,
+        "Weight decay of embeddings, output layer and routers; null: weight_decay.",
+        Example("0.1"),
+        CURVE,
+    ] = None
     clip_grad: Annotated[NotNegative, "Maximum global gradient norm; 0 switches clipping off.", CURVE] = 1.0
     clip: Annotated[
         Clip,
@@ -65,9 +99,22 @@ class OptimizerBase:
         " this step's weight in a matrix optimizer's momentum. none: no gradient.",
         CURVE,
     ] = "all"
-    beta1: Annotated[Share, "Decay of AdamW's first moment.", CURVE] = 0.9
-    beta2: Annotated[Share, "Decay of AdamW's second moment.", CURVE] = 0.95
+    beta1: Annotated[Share, "Decay of the first moment of AdamW, and of SOAP's and Shampoo's.", CURVE] = 0.9
+    beta2: Annotated[Share, "Decay of the second moment of AdamW, and of SOAP's and Shampoo's.", CURVE] = 0.95
     eps: Annotated[Epsilon, "Epsilon in the denominator of AdamW's update.", Example("1e-8"), CURVE] = 1e-8
+
+    @property
+    def adamw_rates(self) -> Rates:
+        """The rates of the parameters that are not matrices; those of matrices unless they are set apart."""
+        lr = self.lr if self.adamw_lr is None else self.adamw_lr
+        decay = self.weight_decay if self.adamw_weight_decay is None else self.adamw_weight_decay
+        # min_lr * 1 is exactly min_lr, so equal rates have equal schedules.
+        return Rates(lr=lr, min_lr=self.min_lr * (lr / self.lr), weight_decay=decay)
+
+    @property
+    def adamw_betas(self) -> tuple[float, float]:
+        """The decays of both moments of the parameters that are not matrices."""
+        return self.beta1, self.beta2
 
 
 @dataclass(frozen=True, kw_only=True)

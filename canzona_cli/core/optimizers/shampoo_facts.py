@@ -24,8 +24,14 @@ sides that have roots."""
 
 @dataclass(frozen=True, kw_only=True)
 class KroneckerConfig(OptimizerBase):
-    """The settings of optimizers with Kronecker factors: Shampoo and SOAP."""
+    """The settings of optimizers with Kronecker factors: Shampoo and SOAP. Their matrices have Adam's moments too."""
 
+    adamw_beta1: Annotated[
+        Share | None, "Decay of the first moment of parameters that are not matrices; null: beta1.", CURVE
+    ] = None
+    adamw_beta2: Annotated[
+        Share | None, "Decay of the second moment of parameters that are not matrices; null: beta2.", CURVE
+    ] = None
     shampoo_beta: Annotated[Share, "Decay of the Kronecker factors.", CURVE] = 0.95
     precondition_frequency: Annotated[
         Count,
@@ -50,6 +56,13 @@ class KroneckerConfig(OptimizerBase):
         "On GPUs, run matmuls in TF32; false: in fp32, several times slower. Decompositions are always in fp32.",
         CURVE | PLAN,
     ] = True
+
+    @property
+    def adamw_betas(self) -> tuple[float, float]:
+        return (
+            self.beta1 if self.adamw_beta1 is None else self.adamw_beta1,
+            self.beta2 if self.adamw_beta2 is None else self.adamw_beta2,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

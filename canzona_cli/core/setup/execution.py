@@ -1,9 +1,19 @@
 """Derives facts about a run from the way it executes its updates (`Setup.execution`)."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Literal
 
-from canzona_cli.core.setup import AdamWConfig, Dispatcher, Execution, Layout, MuonTpMode, Setup, Splitting, Strategy
+from canzona_cli.core.setup import (
+    AdamWConfig,
+    Dispatcher,
+    Execution,
+    Layout,
+    MuonTpMode,
+    OptimizerBase,
+    Setup,
+    Splitting,
+    Strategy,
+)
 
 AnyStrategy = Strategy | Literal["adamw"]
 """The strategies of matrix optimizers, and AdamW, the baseline for their overhead."""
@@ -84,24 +94,15 @@ def aligns_param_gather(setup: Setup, layout: Layout) -> bool:
 def with_strategy(setup: Setup, strategy: AnyStrategy) -> Setup:
     """Returns the run with another strategy.
 
-    With adamw, the run keeps its optimizer's learning rates, weight decay, clipping and AdamW settings. With
+    With adamw, the run keeps the settings that all optimizers share. With
     any strategy other than canzona and adamw, `engine.plan` is dropped.
     """
     if strategy == "adamw":
         optimizer = setup.optimizer
         if isinstance(optimizer, AdamWConfig):
             return setup
-        adamw = AdamWConfig(
-            name="adamw",
-            lr=optimizer.lr,
-            min_lr=optimizer.min_lr,
-            weight_decay=optimizer.weight_decay,
-            clip_grad=optimizer.clip_grad,
-            clip=optimizer.clip,
-            beta1=optimizer.beta1,
-            beta2=optimizer.beta2,
-            eps=optimizer.eps,
-        )
+        shared = {field.name: getattr(optimizer, field.name) for field in fields(OptimizerBase)}
+        adamw = AdamWConfig(name="adamw", **shared)
         return replace(setup, optimizer=adamw)
     engine = replace(setup.engine, strategy=strategy)
     if strategy != "canzona":

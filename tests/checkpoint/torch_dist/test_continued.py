@@ -156,3 +156,16 @@ def test_the_engine_refuses_a_checkpoint_that_does_not_say_its_steps(cache: Path
     torch.save(common, path)
     with pytest.raises(AssertionError, match="the number of AdamW's steps"):
         _pretrain(cache, *FP32, *SHARDED, "--load", str(tmp_path / "out"), engine=())
+
+
+@pytest.mark.sweep
+def test_megatron_goes_on_with_a_rate_of_embeddings_of_their_own(
+    muon: tuple[Path, list[float]], cache: Path, tmp_path: Path
+) -> None:
+    """`--decoupled-lr` is the flag of this rate. Megatron refuses state whose groups have another rate."""
+    _imported(muon[0], tmp_path / "run", "optimizer.adamw_lr=0.004")
+    assert canzona("checkpoint", "export", tmp_path / "run", tmp_path / "out", "--to", "megatron").returncode == 0
+    loading = (*BF16, *SHARDED, "--load", str(tmp_path / "out"), "--use-checkpoint-args")
+    assert len(_losses(_pretrain(cache, *loading, "--decoupled-lr", "0.004", "--decoupled-min-lr", "0.0004"))) == 4
+    with pytest.raises(AssertionError, match="param"):
+        _pretrain(cache, *loading)

@@ -83,7 +83,7 @@ def done(*words: str | Path) -> str:
 @pytest.mark.parametrize(
     ("settings", "kind"),
     [
-        pytest.param(QWEN3, "muon", id="qwen3-muon"),
+        pytest.param((*QWEN3, "optimizer.adamw_lr=0.001"), "muon", id="qwen3-muon"),
         pytest.param(LLAMA, "adamw", id="llama-adamw"),
         pytest.param(QWEN3, "adamw", id="qwen3-adamw", marks=pytest.mark.sweep),
         pytest.param(LLAMA, "muon", id="llama-muon", marks=pytest.mark.sweep),

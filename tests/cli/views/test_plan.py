@@ -131,6 +131,13 @@ def test_a_users_own_optimizer_is_called_custom_with_whose_price_it_has() -> Non
     assert describe_optimizer(config).startswith("custom own.py:Own (canzona)")
 
 
+def test_the_header_has_a_rate_of_adamw_that_is_not_that_of_matrices() -> None:
+    config = compose_run(["recipe=qwen3-tiny", "optimizer.adamw_lr=0.001"]).config
+    assert describe_optimizer(config) == "muon (canzona), lr 0.005, AdamW 0.001, cosine, bf16"
+    same = compose_run(["recipe=qwen3-tiny", "optimizer.adamw_lr=0.005"]).config
+    assert describe_optimizer(same) == "muon (canzona), lr 0.005 cosine, bf16"
+
+
 def test_the_overview_plans_a_size_once_and_simulates_three_strategies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
