@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar, get_args, get_origin, get_type_hints
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from canzona_cli.config.changes import changes
 from canzona_cli.config.compose import compose_run
@@ -226,3 +227,16 @@ def test_a_list_of_options_needs_no_quotes_inside() -> None:
     assert parsed.values["cluster.command"] == ["numactl", "--membind=0-3", "canzona"]
     assert parsed.values["cluster.sbatch"] == ["--gres=gpu:h100:8", "--partition=a"]
     assert parse_overrides(["cluster.command=['a b',--c=d]"]).problems, "quotes have to be right"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("0", "8", "-3", "08", "1_0", "1.5", "-0.5", "1.", ".5", "1e-3", "1.5e3", "1E3"),
+        *("abc", "a-b", "a.b", "h100-80g", "1-2", "a_b", "-", "NaN", "inf", "True", "null"),
+    ],
+)
+def test_ordinary_values_are_read_as_by_hydra(text: str) -> None:
+    expected = OverridesParser.create().parse_override(f"k={text}").value()
+    value = parse_overrides([f"optimizer.options.x={text}"]).values["optimizer.options.x"]
+    assert (type(value), repr(value)) == (type(expected), repr(expected))
