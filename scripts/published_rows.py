@@ -67,7 +67,7 @@ class Series:
     """The sequences per step and GPU; null if `global_batch_size` is set."""
     global_batch_size: int | None = None
     precision: Literal["bf16", "fp8"]
-    cluster: dict[str, bool | float] = field(default_factory=dict)
+    cluster: dict[str, bool | float | list[str]] = field(default_factory=dict)
     """The cluster settings in which the run differed from the profile, according to its published
     description."""
     profile: str = "h100-80g"

@@ -74,8 +74,8 @@ class MegatronComparison:
         """The overlap arguments of the Megatron-LM run that have an effect in this layout, but no counterpart
         in canzona's training loop."""
         effective = {
-            "--tp-comm-overlap": self.run.tp_overlap and self.layout.tp > 1,
-            "--overlap-moe-expert-parallel-comm": self.run.dispatch_overlap and self.layout.ep > 1,
+            "--tp-comm-overlap": "tp" in self.run.overlaps and self.layout.tp > 1,
+            "--overlap-moe-expert-parallel-comm": "dispatch" in self.run.overlaps and self.layout.ep > 1,
         }
         return tuple(name for name, has_effect in effective.items() if has_effect)
 
@@ -124,12 +124,7 @@ def compare_with_megatron(run: MegatronRun, setup: Setup, layout: Layout, comman
         ConfigError: see `make_plan` and `simulate`.
     """
     cluster = setup.cluster
-    overlapped = replace(
-        cluster,
-        tp_overlap=cluster.tp_overlap or run.tp_overlap,
-        dispatch_overlap=cluster.dispatch_overlap or run.dispatch_overlap,
-    )
-    setup = replace(setup, cluster=overlapped)
+    setup = replace(setup, cluster=replace(cluster, overlaps=tuple(dict.fromkeys((*cluster.overlaps, *run.overlaps)))))
     try:
         plan = make_plan(setup, layout)
     except DoesNotFit:

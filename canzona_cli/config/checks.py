@@ -174,15 +174,8 @@ def _tokenizer_problems(config: RunConfig) -> Iterator[Problem]:
     data, vocabulary = config.data, config.model.vocab_size
     if data.source == "prepared":
         return
-    if data.tokenizer == "bpe" and data.tokenizer_vocab_size > vocabulary:
-        reason = f"produces token ids beyond the model's vocabulary of {vocabulary}"
-        fix = f"use data.tokenizer_vocab_size={vocabulary}, or a model.vocab_size of {data.tokenizer_vocab_size}"
-        yield Problem("data.tokenizer_vocab_size", reason, fix)
-    elif data.tokenizer == "bpe" and data.tokenizer_vocab_size < BYTE_TOKENIZER_IDS:
-        reason = f"is below {BYTE_TOKENIZER_IDS}: byte-pair encoding starts from 256 bytes and an end of document"
-        yield Problem("data.tokenizer_vocab_size", reason, "use data.tokenizer_vocab_size=16384")
-    elif data.tokenizer == "byte" and vocabulary < BYTE_TOKENIZER_IDS:
-        reason = f"is below the byte tokenizer's {BYTE_TOKENIZER_IDS} ids"
+    if data.tokenizer in ("byte", "bpe") and vocabulary < BYTE_TOKENIZER_IDS:
+        reason = f"is below the {BYTE_TOKENIZER_IDS} ids of bytes and an end of document"
         yield Problem("model.vocab_size", reason, "use model.vocab_size=384")
 
 
@@ -197,12 +190,6 @@ def _cluster_problems(config: RunConfig) -> Iterator[Problem]:
     if cluster.rdzv_endpoint is not None and re.fullmatch(r"[\w.:\[\]-]+:\d{1,5}", cluster.rdzv_endpoint) is None:
         fix = "for example cluster.rdzv_endpoint=node0:29500"
         yield Problem("cluster.rdzv_endpoint", "is not of the form host:port", fix)
-    if cluster.rdzv_id is not None and re.fullmatch(r"\w[\w.-]*", cluster.rdzv_id) is None:
-        reason = (
-            "must be a folder name for torchrun's logs: only letters, digits, dots, "
-            "dashes and underscores, not beginning with a dot or dash"
-        )
-        yield Problem("cluster.rdzv_id", reason, "for example cluster.rdzv_id=my-run")
     for option in cluster.srun_args:
         name = option.partition("=")[0]
         if not name.startswith("--") or name in SRUN_OPTIONS:

@@ -10,6 +10,7 @@ from canzona_cli.config.overrides import key_of
 from canzona_cli.config.recipes import GROUPS
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import Problem
+from canzona_cli.core.setup import Overlap
 from canzona_cli.core.setup.problems import value_of
 
 TpMode = Literal["blockwise", "duplicated", "distributed"]
@@ -29,10 +30,8 @@ class MegatronRun:
     """True if data-parallel ranks divide the optimizer's work and state."""
     tp_mode: TpMode
     """The method by which Muon orthogonalises matrices that tensor parallelism divides."""
-    tp_overlap: bool
-    """True if tensor-parallel collectives overlap with matmuls, which canzona does not do."""
-    dispatch_overlap: bool
-    """True if transfers of tokens to experts overlap with computation, which canzona does not do."""
+    overlaps: tuple[Overlap, ...]
+    """The transfers that overlap with computation, which canzona does not do, as in `cluster.overlaps`."""
     not_understood: tuple[str, ...]
     """The arguments that canzona does not know, as written."""
     assumed: tuple[str, ...]

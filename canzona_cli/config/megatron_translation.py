@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Final, get_args
 
-from canzona_cli.config.checks import BYTE_TOKENIZER_IDS
 from canzona_cli.config.megatron_arguments import Arguments, default, limited, read_arguments, table
 from canzona_cli.config.megatron_parser import defaults
 from canzona_cli.config.megatron_run import MegatronRun, TpMode
@@ -21,6 +20,7 @@ from canzona_cli.config.settings import settings
 from canzona_cli.config.unknown_keys import exact_key
 from canzona_cli.core.errors import ConfigError, Problem, refuse
 from canzona_cli.core.reading import read_yaml
+from canzona_cli.core.setup import Overlap
 from canzona_cli.core.setup.stages import count_parts_as_layers
 
 _REQUIRED: Final = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
@@ -34,6 +34,7 @@ _TOKENS: Final = 16384
 set."""
 _DECAYS: Final = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
 _BALANCING: Final = {"seq_aux_loss": "sequence", "global_aux_loss": "global", "none": "none"}
+_OVERLAPS: Final[Mapping[Overlap, str]] = {"tp": "tp_comm_overlap", "dispatch": "overlap_moe_expert_parallel_comm"}
 PROGRAM: Final = "program"
 """The word that stands for a setting when a user gives the program of a run: `program=gpt`."""
 _ASKED: Final = {"bf16": "train.precision", "global_batch_size": "train.global_batch_size"}
@@ -127,8 +128,7 @@ class _Translation:
             optimizer="adamw" if self._text("optimizer") == "adam" else "muon",
             distributed=self._distributed,
             tp_mode=next((possible for possible in get_args(TpMode) if possible == mode), "blockwise"),
-            tp_overlap=self._on("tp_comm_overlap"),
-            dispatch_overlap=self._on("overlap_moe_expert_parallel_comm"),
+            overlaps=tuple(name for name, argument in _OVERLAPS.items() if self._on(argument)),
             not_understood=tuple(dict.fromkeys(self._given.not_understood)),
             assumed=tuple(self._given.assumed),
             left_out=tuple(self._left_out),
@@ -295,9 +295,6 @@ class _Translation:
         if len(data.split()) == 1:
             self._set("data.path", text_value(data), "data_path")
             return batch
-        size = self._number("vocab_size", 0) or self._number("padded_vocab_size", _TOKENS)
-        if BYTE_TOKENIZER_IDS <= size < _TOKENS:
-            self._set("data.tokenizer_vocab_size", size)
         return batch
 
     def _schedule(self, batch: int) -> None:

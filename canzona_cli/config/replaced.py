@@ -82,17 +82,15 @@ def drop_replaced(
 
 def _choose_source(tree: Mapping[str, object], parsed: Overrides) -> None:
     """Changes `data.source` from stdlib to prepared if the command line sets a path or a blend, but no data
-    group or source, so that users may leave out `data=prepared`. The recipe's tokenizer settings are
-    dropped."""
+    group or source, so that users may leave out `data=prepared`. The recipe's tokenizer is dropped."""
     location = parsed.values.get("data.path") or parsed.values.get("data.blend")
     data = tree.get("data")
     if not location or "data" in parsed.groups or "data.source" in parsed.values or not isinstance(data, dict):
         return
     if data.get("source") == "stdlib":
         data["source"] = "prepared"
-        for key in ("tokenizer", "tokenizer_vocab_size"):
-            if f"data.{key}" not in parsed.values:
-                data.pop(key, None)
+        if "data.tokenizer" not in parsed.values:
+            data.pop("tokenizer", None)
 
 
 def choose_again(tree: dict[str, object], stored: Mapping[str, object], parsed: Overrides) -> None:

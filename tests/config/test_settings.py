@@ -1,6 +1,7 @@
 """Every setting says at its field what it means, which numbers it admits, and what a change of it affects."""
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
@@ -14,9 +15,9 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.config.overrides import parse_overrides
 from canzona_cli.config.recipes import GROUPS
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.config.settings import Setting, settings, settings_affecting
+from canzona_cli.config.settings import Setting, setting_of, settings, settings_affecting
 from canzona_cli.config.typed import build
-from canzona_cli.config.unknown_keys import RENAMED, closest_key, unknown_key
+from canzona_cli.config.unknown_keys import REMOVED, RENAMED, closest_key, unknown_key
 from canzona_cli.core.fields import CURVE, LAYOUT, MODEL, NOTHING, OPTIMIZER, PLAN, SPREAD, Range
 from canzona_cli.core.setup import OPTIMIZERS, Layout
 from tests.refusals import refused
@@ -240,3 +241,10 @@ def test_ordinary_values_are_read_as_by_hydra(text: str) -> None:
     expected = OverridesParser.create().parse_override(f"k={text}").value()
     value = parse_overrides([f"optimizer.options.x={text}"]).values["optimizer.options.x"]
     assert (type(value), repr(value)) == (type(expected), repr(expected))
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_a_removed_setting_says_what_to_use(key: str) -> None:
+    problem = unknown_key(key, "1")
+    assert (key in settings(), problem.reason, problem.fix) == (False, "no longer exists", REMOVED[key])
+    assert all(setting_of(named) for named in re.findall(r"(?:write|use|set) (\w+\.\w+)", problem.fix))

@@ -86,7 +86,7 @@ def strange_labels(rank: int, step: int, batch: Batch) -> Batch:
 def test_a_loss_spike_ends_the_run_where_that_is_asked_for(tmp_path: Path) -> None:
     outcome = forked_run(
         tmp_path / "run",
-        *(*TWO, f"train.steps={SPIKE + 5}", "train.loss_spike=stop", "train.loss_spike_sigmas=2"),
+        *(*TWO, f"train.steps={SPIKE + 5}", "train.loss_spike=stop"),
         *("checkpoint.every_steps=20", "checkpoint.every_minutes=null"),
         spoil=strange_labels,
     )

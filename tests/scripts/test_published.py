@@ -157,7 +157,7 @@ def test_rows_are_predicted_as_they_were_run() -> None:
     config, layout = run_of(series, published.models[series.model], 256)
     assert (layout.tp, layout.pp, layout.vpp, layout.cp, layout.dp) == (4, 4, 5, 2, 8)
     assert (layout.num_microbatches, layout.global_batch_size, layout.recompute) == (64, 512, "none")
-    assert config.cluster.tp_overlap
+    assert "tp" in config.cluster.overlaps
     assert config.optimizer.name == "adamw"
     assert config.train.grad_reduce_dtype == "bf16"
 

@@ -116,7 +116,7 @@ class ModuleTimes:
         """Returns the first layer's modules in forward order."""
         model = self._setup.model
         modules = [self._module(work) for work in family_of(model).modules(model)]
-        if self._cluster.dispatch_overlap:
+        if "dispatch" in self._cluster.overlaps:
             modules = _with_hidden_dispatch(self._cluster, modules)
         return _with_launches(self._cluster, modules) if model.num_experts else modules
 
@@ -204,12 +204,12 @@ class ModuleTimes:
         """Returns a tensor-parallel collective, reduced to the time that it adds to a matmul of `matmul_s`
         seconds.
 
-        With `cluster.tp_overlap`, the collective and the matmul are cut into as many pieces as the group has
+        With `tp` in `cluster.overlaps`, the collective and the matmul are cut into as many pieces as the group has
         ranks, and one piece is multiplied while the next is communicated. One piece of the collective
         therefore does not overlap. The other pieces slow the matmul down by `collective_units` of their time.
         """
         cluster, collective = self._cluster, self._exchange
-        if not cluster.tp_overlap:
+        if "tp" not in cluster.overlaps:
             return collective
         hidden_s = min((1 - 1 / self._layout.tp) * collective.link_s, matmul_s)
         return collective._replace(link_s=collective.link_s - (1 - cluster.collective_units) * hidden_s)
@@ -225,9 +225,9 @@ class ModuleTimes:
         """
         cluster = self._cluster
         slowest = slowest_gpu_factor(cluster, self._layout.world_size)
-        forward_s = slowest * computed_s * cluster.forward_factor + 1e-6 * cluster.forward_module_us * starts
-        backward_s = slowest * computed_back_s * cluster.backward_factor + 1e-6 * cluster.backward_module_us * starts
-        return forward_s, backward_s
+        (factor, back_factor), (module_us, back_module_us) = cluster.pass_factors, cluster.module_us
+        forward_s = slowest * computed_s * factor + 1e-6 * module_us * starts
+        return forward_s, slowest * computed_back_s * back_factor + 1e-6 * back_module_us * starts
 
 
 def _with_hidden_dispatch(cluster: ClusterConfig, modules: Sequence[Module]) -> list[Module]:

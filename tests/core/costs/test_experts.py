@@ -26,7 +26,7 @@ def layout(ep: int, tp: int = 1, micro_batch_size: int = 1) -> Layout:
 
 
 def by(dispatcher: Dispatcher, *, overlap: bool = False) -> RunConfig:
-    cluster = replace(RUN.cluster, dispatch_overlap=overlap)
+    cluster = replace(RUN.cluster, overlaps=("dispatch",) if overlap else ())
     return replace(RUN, parallel=replace(RUN.parallel, dispatcher=dispatcher), cluster=cluster)
 
 
@@ -111,7 +111,7 @@ def test_few_tokens_take_as_long_as_the_host_needs_to_start_their_kernels() -> N
 
 def test_a_dense_model_has_none_of_these_costs() -> None:
     dense = compose_run(["recipe=qwen3-8b", "optimizer=adamw", "gpus=64"], training=False).config
-    slow = replace(dense, cluster=replace(dense.cluster, launch_us=500.0, dispatch_overlap=True))
+    slow = replace(dense, cluster=replace(dense.cluster, launch_us=500.0, overlaps=("dispatch",)))
     assert stage_time(slow, layout(1), 0).passes == stage_time(dense, layout(1), 0).passes
 
 

@@ -65,7 +65,7 @@ def test_all_have_the_loop_of_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["--optimizer adam --use-distributed-optimizer", MUON])
-@pytest.mark.parametrize(("flag", "key"), [("", ""), ("--tp-comm-overlap", "cluster.tp_overlap=true")])
+@pytest.mark.parametrize(("flag", "key"), [("", ""), ("--tp-comm-overlap", "cluster.overlaps=[tp]")])
 def test_costs_are_those_of_a_plan_of_the_command(tmp_path: Path, optimizer: str, flag: str, key: str) -> None:
     """`canzona plan` has the same strategies in its table, and the same loop if its profile has the overlap."""
     ours = beside(tmp_path, f"{optimizer} {TP} --muon-tp-mode duplicated {flag}")

@@ -25,7 +25,7 @@ from tests.sizes import CPU, H100, layout, run
 def test_a_tensor_parallel_collective_hides_all_but_one_piece_under_its_product() -> None:
     cluster = replace(H100, collective_units=0.1)
     mesh, config = replace(layout(tp=4), sequence_parallel=True), run("8b", 4, cluster=cluster)
-    hidden = replace(config, cluster=replace(cluster, tp_overlap=True))
+    hidden = replace(config, cluster=replace(cluster, overlaps=("tp",)))
     for serial, overlapped in zip(
         stage_time(config, mesh, 0).modules, stage_time(hidden, mesh, 0).modules, strict=True
     ):
@@ -40,7 +40,7 @@ def test_a_tensor_parallel_collective_hides_all_but_one_piece_under_its_product(
 def test_a_product_hides_no_more_than_it_takes() -> None:
     slow_links = replace(H100, intra_node_gb_per_s=1.0)
     mesh, config = replace(layout(tp=2), sequence_parallel=True), run("8b", 2, cluster=slow_links)
-    hidden = replace(config, cluster=replace(slow_links, tp_overlap=True))
+    hidden = replace(config, cluster=replace(slow_links, overlaps=("tp",)))
     product_s = 2.0 * 4096 * 2048 * 4096 / matmul_rate(H100, (4096 * 2048 * 4096) ** (1 / 3), "bf16")
     (serial, overlapped) = (
         next(module for module in stage_time(one, mesh, 0).modules if module.part == "proj") for one in (config, hidden)
