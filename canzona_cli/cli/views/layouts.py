@@ -15,8 +15,7 @@ from canzona_cli.cli.views.header import layout_name, optimizer_words, rank_word
 from canzona_cli.cli.views.page import Page, Screen, note, paragraph, section_head
 from canzona_cli.cli.views.tables import Table, rows_table
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.remembered import RememberedLayouts
-from canzona_cli.config.resolve import fill, resolve
+from canzona_cli.config.resolve import RememberedLayouts, fill, resolve
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.gpus import with_layers_here
 from canzona_cli.core.costs.memory import GIB, Memory, capacity, headroom

@@ -11,8 +11,7 @@ from megatron.training import arguments as theirs
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.megatron_arguments import meaning, table
 from canzona_cli.config.megatron_parser import parser as rebuilt
-from canzona_cli.config.megatron_run import MegatronRun
-from canzona_cli.config.megatron_translation import read_megatron_run
+from canzona_cli.config.megatron_translation import MegatronRun, read_megatron_run
 from canzona_cli.config.schema import RunConfig
 
 FILES = Path(__file__).parents[2] / "config" / "megatron"
