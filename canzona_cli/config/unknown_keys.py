@@ -56,7 +56,7 @@ _NAMES: Final[Mapping[str, str]] = {
     "optimizer.coefficients": "muon_coefficient_type",
     "optimizer.scale_mode": "muon_scale_mode",
     "optimizer.scale_factor": "muon_extra_scale_factor",
-    "schedule.decay": "lr_scheduler lr_scheduler_type lr_decay_style scheduler decay_type",
+    "schedule.decay": "lr_scheduler lr_scheduler_type lr_decay_style scheduler decay_type optimizer.schedule wsd",
     "schedule.warmup_steps": "lr_warmup_iters num_warmup_steps lr_warmup_steps",
     "schedule.decay_steps": "lr_decay_iters",
     "checkpoint.every_steps": (
@@ -97,7 +97,8 @@ _LEAVE_OUT: Final[Mapping[str, str]] = {
     "log_every log_freq log_interval logging_steps log_every_n_steps": "every step is logged, in metrics.jsonl",
 }
 """The reasons why users cannot set a feature, by words of its name. A word matches names that contain it
-between dots or underscores; a word with underscores matches the part of a name after its last dot."""
+between dots or underscores; a word with underscores matches the part of a name after its last dot, a dotted word
+all of it."""
 _OTHERWISE: Final[Mapping[str, tuple[str, str]]] = {
     "sft dpo rlhf finetune finetuning": (
         "canzona does not fine-tune on instructions; it trains on plain text",
@@ -114,6 +115,10 @@ _OTHERWISE: Final[Mapping[str, tuple[str, str]]] = {
     "checkpointing": ("recomputation is set by its amount", "write train.recompute=selective, or full"),
     "tensorboard wandb mlflow": ("trackers are listed in one setting", "write run.trackers=[{}]"),
     "comet neptune aim": ("canzona does not support this tracker", "write run.trackers=[tensorboard]"),
+    "train.tokens train_tokens max_tokens total_tokens num_tokens": (
+        "the length of a run is its number of steps",
+        "write train.steps=N, with N = tokens / train.batch_tokens",
+    ),
     "epoch epochs": ("the length of a run is its number of steps", "write train.steps=N"),
     "eval_iters limit_val_batches val_iters val_batches validation_batches": (
         "a validation is a number of sequences, whatever the batch",
@@ -121,7 +126,10 @@ _OTHERWISE: Final[Mapping[str, tuple[str, str]]] = {
     ),
     "warmup_ratio lr_warmup_fraction": ("the warm-up is a number of steps", "write schedule.warmup_steps=N"),
     "untie_embeddings_and_output_weights": ("has the opposite meaning here", "write model.tied_embeddings=false"),
-    "split": ("validation data are set as a share of the data", "write data.validation_fraction=0.01"),
+    "split valid_path val_path valid_data_path val_data_path validation_path": (
+        "validation data are set as a share of the data",
+        "write data.validation_fraction=0.01",
+    ),
     "master_addr master_port": ("address and port are one setting", "write cluster.rdzv_endpoint=HOST:PORT"),
     "enable_profiling profiling": ("profiling is set by its steps", "write run.profile_steps=[10,12]"),
 }
@@ -139,7 +147,7 @@ def missing_feature_problem(name: str) -> Problem | None:
     if {flat, bare_name} & RENAMED.keys():
         return None
     for listed, (reason, fix) in _ADVICE.items():
-        if matching := [word for word in listed.split() if word in words or word == bare_name]:
+        if matching := [word for word in listed.split() if word in words or word in (bare_name, flat)]:
             return Problem(name, reason, fix.format(min(matching)))
     return None
 
