@@ -7,7 +7,7 @@ Only the optimizers differ.
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from canzona_cli.config.megatron_run import MegatronRun
+from canzona_cli.config.megatron_translation import MegatronRun
 from canzona_cli.core.costs.memory import capacity, estimate
 from canzona_cli.core.errors import DoesNotFit
 from canzona_cli.core.model.matrices import Matrix

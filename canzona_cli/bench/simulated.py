@@ -13,8 +13,7 @@ from types import MappingProxyType
 
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.overrides import key_of
-from canzona_cli.config.remembered import RememberedLayouts
-from canzona_cli.config.resolve import resolve
+from canzona_cli.config.resolve import RememberedLayouts, resolve
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import ConfigError, DoesNotFit, Problem, refuse
 from canzona_cli.core.phases import STRATEGIES

@@ -1,17 +1,22 @@
 """Checks that the settings of a run work together. `setup.layout_rules` checks which sizes must divide
 which, and `config.unused` finds settings that have no effect."""
 
+import ast
 import os
 import re
+import symtable
+import sys
 from collections import Counter
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import decode_source, find_spec
+from pathlib import Path
 from typing import get_args
 
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.secrets import safety_problems
 from canzona_cli.config.settings import settings
-from canzona_cli.config.source_class import source_problem
-from canzona_cli.core.errors import Problem
+from canzona_cli.core.errors import Problem, closest
 from canzona_cli.core.reading import expanded
 from canzona_cli.core.setup import STANDARD_ONLY, Collective, CustomConfig, Execution, MomentumConfig
 from canzona_cli.core.setup.execution import RELEASED_TP_MODES, has_tp_modes
@@ -174,15 +179,8 @@ def _tokenizer_problems(config: RunConfig) -> Iterator[Problem]:
     data, vocabulary = config.data, config.model.vocab_size
     if data.source == "prepared":
         return
-    if data.tokenizer == "bpe" and data.tokenizer_vocab_size > vocabulary:
-        reason = f"produces token ids beyond the model's vocabulary of {vocabulary}"
-        fix = f"use data.tokenizer_vocab_size={vocabulary}, or a model.vocab_size of {data.tokenizer_vocab_size}"
-        yield Problem("data.tokenizer_vocab_size", reason, fix)
-    elif data.tokenizer == "bpe" and data.tokenizer_vocab_size < BYTE_TOKENIZER_IDS:
-        reason = f"is below {BYTE_TOKENIZER_IDS}: byte-pair encoding starts from 256 bytes and an end of document"
-        yield Problem("data.tokenizer_vocab_size", reason, "use data.tokenizer_vocab_size=16384")
-    elif data.tokenizer == "byte" and vocabulary < BYTE_TOKENIZER_IDS:
-        reason = f"is below the byte tokenizer's {BYTE_TOKENIZER_IDS} ids"
+    if data.tokenizer in ("byte", "bpe") and vocabulary < BYTE_TOKENIZER_IDS:
+        reason = f"is below the {BYTE_TOKENIZER_IDS} ids of bytes and an end of document"
         yield Problem("model.vocab_size", reason, "use model.vocab_size=384")
 
 
@@ -197,12 +195,6 @@ def _cluster_problems(config: RunConfig) -> Iterator[Problem]:
     if cluster.rdzv_endpoint is not None and re.fullmatch(r"[\w.:\[\]-]+:\d{1,5}", cluster.rdzv_endpoint) is None:
         fix = "for example cluster.rdzv_endpoint=node0:29500"
         yield Problem("cluster.rdzv_endpoint", "is not of the form host:port", fix)
-    if cluster.rdzv_id is not None and re.fullmatch(r"\w[\w.-]*", cluster.rdzv_id) is None:
-        reason = (
-            "must be a folder name for torchrun's logs: only letters, digits, dots, "
-            "dashes and underscores, not beginning with a dot or dash"
-        )
-        yield Problem("cluster.rdzv_id", reason, "for example cluster.rdzv_id=my-run")
     for option in cluster.srun_args:
         name = option.partition("=")[0]
         if not name.startswith("--") or name in SRUN_OPTIONS:
@@ -248,3 +240,67 @@ def _measurement_problems(config: RunConfig) -> Iterator[Problem]:
             )
             fix = "for example cluster.collectives=[[all_reduce,2,1048576,0.002,1.5]]"
             yield Problem("cluster.collectives", reason, fix, value=[kind, ranks, size, seconds, busy])
+
+
+_DYNAMIC = {"globals", "exec", "setattr"}
+"""The functions with which a module may define arbitrary names at run time."""
+
+
+def source_problem(place: str, name: str) -> str | None:
+    """Returns the reason why a file or module does not have a class, without importing it.
+
+    Returns None if the class exists, or if only running the code would show whether it does.
+
+    Args:
+        place: the path of a .py file, or the name of an installed module.
+        name: the name of the class.
+    """
+    if place.endswith(".py"):
+        path = Path(place)
+        return f"there is no file {place} in {Path.cwd()}" if not path.is_file() else _class_problem(path, name)
+    module = _find_module(place)
+    if isinstance(module, str):
+        return module
+    path = Path(module.origin or "")
+    return _class_problem(path, name) if path.suffix == ".py" and path.is_file() else None
+
+
+def _find_module(module: str) -> ModuleSpec | str:
+    """Finds a module without importing its parent packages; returns its spec or, if a package or module is
+    missing, a message."""
+    package, *names = module.split(".")
+    try:
+        spec = find_spec(package)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        return f"there is no package {package} here"
+    dotted = package
+    for part in names:
+        parent, dotted = dotted, f"{dotted}.{part}"
+        # An imported package may have added folders to its __path__; an import would search these too.
+        path = getattr(sys.modules.get(parent), "__path__", spec.submodule_search_locations)
+        spec = PathFinder.find_spec(dotted, path or [])
+        if spec is None:
+            return f"{parent} has no module {part}"
+    return spec
+
+
+def _class_problem(path: Path, name: str) -> str | None:
+    try:
+        text = decode_source(path.read_bytes())
+        module = symtable.symtable(text, str(path), "exec")
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        return f"{path} is not valid Python: {getattr(error, 'msg', error)}" + (f", line {line}" if line else "")
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+    bound = {symbol.get_name() for symbol in module.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    used = {symbol.get_name() for symbol in module.get_symbols() if symbol.is_referenced()}
+    starred = any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in ast.walk(ast.parse(text)))
+    if starred or used & _DYNAMIC or bound & {name, "__getattr__"}:
+        return None
+    classes = [scope.get_name() for scope in module.get_children() if scope.get_type() == "class"]
+    similar = closest(name, classes)
+    listing = f"its classes are {', '.join(classes)}" if classes else "it has no classes"
+    return f"{path} has no class {name}; " + (listing if similar is None else f"did you mean {similar}?")

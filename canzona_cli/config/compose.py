@@ -1,8 +1,13 @@
-"""Loads the configuration of one run: composes the recipe, groups and overrides with Hydra, then converts the
-values to their types and checks them together."""
+"""Loads the configuration of one run, in three stages:
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+1. read: `overrides` parses the command line, and `recipes` finds the files that it names;
+2. compose: `tree` merges the files as Hydra does, and `replaced` drops values that the command line overrules;
+3. check: `typed` converts the tree to a `RunConfig`, and `checks` and `unused` find what cannot work or has no effect.
+
+All problems of all stages are reported together."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from canzona_cli.config.checks import config_problems
@@ -12,19 +17,21 @@ from canzona_cli.config.recipes import (
     builtin_recipes_dir,
     find_options,
     is_file_name,
-    is_of_run,
     shadows_builtin,
     user_recipes_dirs,
 )
-from canzona_cli.config.replaced import choose_again, drop_replaced, overruling_settings, with_rates
+from canzona_cli.config.replaced import drop_replaced, overruling_settings, with_rates
+from canzona_cli.config.run_file import choose_again, is_of_run, other_version
+from canzona_cli.config.run_file import dump_resolved as dump_resolved
+from canzona_cli.config.run_file import load_resolved as load_resolved
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.config.secrets import consent_problems, content_problems
-from canzona_cli.config.settings import leaves, sections, settings, tree_of
+from canzona_cli.config.secrets import consent_problems
+from canzona_cli.config.settings import leaves, tree_of
 from canzona_cli.config.tree import compose_files, with_values
-from canzona_cli.config.typed import build, stand_in, type_problems
+from canzona_cli.config.typed import build, concerns, type_problems
 from canzona_cli.config.unused import config_warnings, unused_problems
 from canzona_cli.core.errors import ConfigError, Problem, refuse
-from canzona_cli.core.reading import display_path, expanded, read_yaml
+from canzona_cli.core.reading import display_path, expanded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,39 +73,6 @@ def compose_run(overrides: Sequence[str], *, recipes_dirs: Sequence[Path] = (), 
         raise ConfigError(*problems) from error.__cause__
 
 
-def load_resolved(path: Path) -> RunConfig:
-    """Reads the config.yaml of a run directory.
-
-    Raises:
-        ConfigError: the file has problems; all are reported at once.
-    """
-    tree = read_yaml(path)
-    refuse(_other_version(tree, path))
-    unsafe = list(content_problems(tree, display_path(path)))
-    config = build(tree, texts={}, where=display_path(path))
-    if unsafe or isinstance(config, list):
-        raise ConfigError(*unsafe, *(config if isinstance(config, list) else ()))
-    return config
-
-
-def _other_version(tree: Mapping[str, object], path: Path) -> list[Problem]:
-    """Returns a problem if the config.yaml of a run has a setting that this version of canzona does not have."""
-    unknown = [key for key, _ in leaves(tree) if key not in settings() and key not in sections()]
-    if not unknown:
-        return []
-    reason = f"was made by another version of canzona, or edited: this version has no setting {unknown[0]}"
-    fix = "use the version of canzona that made it, or start a new run from a recipe"
-    return [Problem(display_path(path), reason, fix)]
-
-
-def dump_resolved(config: RunConfig) -> str:
-    """Returns the configuration as YAML, which `load_resolved` reads back unchanged."""
-    import yaml
-
-    text: str = yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True, width=120)
-    return text
-
-
 def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool) -> Composed:
     parsed = parse_overrides(overrides)
     problems = list(parsed.problems)
@@ -115,7 +89,7 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
     except ConfigError as error:
         raise ConfigError(*problems, *error.problems) from error
     recipe_file = chosen["recipe"]
-    if (of_run := is_of_run(recipe_file)) and (other := _other_version(base, recipe_file)):
+    if (of_run := is_of_run(recipe_file)) and (other := other_version(base, recipe_file)):
         raise ConfigError(*problems, *other)
     recipes = [file for file in files if file.parent.name == "recipe" or file == recipe_file]
     set_keys = {*parsed.values, *overruling_settings(recipes, parsed)}
@@ -129,7 +103,7 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
         reported_keys = {problem.key for problem in problems}
         bad = {problem.key for problem in built}
         problems += [problem for problem in built if problem.key not in reported_keys]
-        if (valid := stand_in(base, parsed.values, bad)) is not None:
+        if (valid := _stand_in(base, parsed.values, bad)) is not None:
             problems += [problem for problem in config_problems(valid, training=training) if problem.key not in bad]
         raise ConfigError(*problems)
     config = with_rates(built)
@@ -151,6 +125,26 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
         recipe_file=recipe_file,
         files=tuple(files),
     )
+
+
+def _stand_in(base: Mapping[str, object], values: Mapping[str, object], bad: Collection[str]) -> RunConfig | None:
+    """Returns the run with the recipe's values in place of those that are not valid, so that the other values
+    can be checked together.
+
+    If the recipe's values are bad too, defaults replace them. Returns None if the run is still not valid.
+
+    Args:
+        base: the recipe's values, as a tree.
+        values: the command line's values by dotted key.
+        bad: the keys with problems.
+    """
+    good = {key: value for key, value in values.items() if not concerns(key, bad)}
+    without_bad = tree_of({key: value for key, value in leaves(base) if key not in bad})
+    for tree in (base, without_bad):
+        config = build(with_values(tree, good, []), texts={}, where="")
+        if isinstance(config, RunConfig):
+            return config
+    return None
 
 
 def _distinct(problems: Sequence[Problem]) -> list[Problem]:

@@ -8,19 +8,22 @@ not simulate.
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final, get_args
+from pathlib import Path
+from typing import Final, Literal, get_args
 
-from canzona_cli.config.checks import BYTE_TOKENIZER_IDS
+from canzona_cli.config.compose import compose_run
 from canzona_cli.config.megatron_arguments import Arguments, default, limited, read_arguments, table
 from canzona_cli.config.megatron_parser import defaults
-from canzona_cli.config.megatron_run import MegatronRun, TpMode
 from canzona_cli.config.overrides import key_of, override_text, text_value
-from canzona_cli.config.recipes import builtin_recipes_dir, group_options
+from canzona_cli.config.recipes import GROUPS, builtin_recipes_dir, group_options
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import settings
 from canzona_cli.config.unknown_keys import exact_key
 from canzona_cli.core.errors import ConfigError, Problem, refuse
 from canzona_cli.core.reading import read_yaml
+from canzona_cli.core.setup.problems import value_of
 from canzona_cli.core.setup.stages import count_parts_as_layers
 
 _REQUIRED: Final = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
@@ -29,9 +32,6 @@ _SHAPE: Final = (
     *("tied_embeddings", "qk_norm", "num_experts"),
 )
 """The settings that identify a built-in model."""
-_TOKENS: Final = 16384
-"""The vocabulary size of the recipes' built-in corpus, which is used unless the file names exactly one data
-set."""
 _DECAYS: Final = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
 _BALANCING: Final = {"seq_aux_loss": "sequence", "global_aux_loss": "global", "none": "none"}
 PROGRAM: Final = "program"
@@ -51,6 +51,71 @@ _EXCLUDING: Final = (
     ),
 )
 """The pairs of arguments that Megatron does not accept together, with the reason."""
+
+
+TpMode = Literal["blockwise", "duplicated", "distributed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronRun:
+    """The settings of a Megatron-LM run, translated to canzona's."""
+
+    path: Path
+    overrides: Mapping[str, str]
+    """The overrides for `canzona train`: values by key. The first is `recipe`, unless the user sets it."""
+    arguments: Mapping[str, str]
+    """The argument that determines each setting, as written, by the setting's key."""
+    optimizer: Literal["adamw", "muon"]
+    distributed: bool
+    """True if data-parallel ranks divide the optimizer's work and state."""
+    tp_mode: TpMode
+    """The method by which Muon orthogonalises matrices that tensor parallelism divides."""
+    tp_overlap: bool
+    """True if tensor-parallel collectives overlap with matmuls, which canzona does not do."""
+    dispatch_overlap: bool
+    """True if transfers of tokens to experts overlap with computation, which canzona does not do."""
+    not_understood: tuple[str, ...]
+    """The arguments that canzona does not know, as written."""
+    assumed: tuple[str, ...]
+    """The arguments that a log does not have, although the installed Megatron has them and they have an
+    effect. Their defaults are taken."""
+    left_out: tuple[str, ...]
+    """The arguments, with their values, that change a step in a way that canzona neither offers nor
+    simulates."""
+    plans_only: tuple[str, ...]
+    """The reasons why canzona cannot train the model; empty if it can."""
+    no_effect: tuple[str, ...]
+    """The arguments that have no effect on a plan, as written."""
+
+    def command(
+        self, config: RunConfig, user_overrides: Sequence[str], recipes_dirs: Sequence[Path] = ()
+    ) -> tuple[str, ...]:
+        """Returns the overrides that train the same model with canzona: the recipe, the translated values that
+        differ from it, and the user's overrides.
+
+        Args:
+            config: the run with all overrides.
+            user_overrides: the user's overrides.
+        """
+        recipe = [f"{key}={value}" for key, value in self.overrides.items() if key == "recipe"]
+        groups = [override for override in user_overrides if key_of(override) in GROUPS]
+        base = compose_run([*recipe, *groups], recipes_dirs=recipes_dirs, training=False).config
+        changed = [
+            f"{key}={value}"
+            for key, value in self.overrides.items()
+            if key != "recipe" and value_of(base, _leaf(key)) != value_of(config, _leaf(key))
+        ]
+        return *recipe, *changed, *user_overrides
+
+    def by_argument(self, problem: Problem) -> Problem:
+        """Returns the problem with the key replaced by the argument that determines the setting; unchanged if
+        no argument determines it."""
+        written = self.arguments.get(problem.key)
+        return problem if written is None else replace(problem, key=f"{written} ({problem.key})")
+
+
+def _leaf(key: str) -> str:
+    return f"{key}.name" if key in GROUPS else key
 
 
 def read_megatron_run(source: str, user_values: Sequence[str]) -> MegatronRun:
@@ -295,9 +360,6 @@ class _Translation:
         if len(data.split()) == 1:
             self._set("data.path", text_value(data), "data_path")
             return batch
-        size = self._number("vocab_size", 0) or self._number("padded_vocab_size", _TOKENS)
-        if BYTE_TOKENIZER_IDS <= size < _TOKENS:
-            self._set("data.tokenizer_vocab_size", size)
         return batch
 
     def _schedule(self, batch: int) -> None:

@@ -133,7 +133,7 @@ def _parse_value(key: str, text: str) -> tuple[object] | Problem:
         return _sweep_problem(key, text)
     value = override.value()
     if _takes_text(key) and value is not None and not isinstance(value, str | list | dict):
-        value = text.strip("'\"")  # for example `cluster.rdzv_id=0042`, a name that looks like a number
+        value = text.strip("'\"")  # for example `name=0042`
     return (value,)
 
 

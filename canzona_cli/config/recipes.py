@@ -25,6 +25,7 @@ REMOVED_OPTIMIZERS: Final[Mapping[str, str]] = {
     "soap-muon": "use soap or muon, or optimizer=custom with your own class (recipes/README.md)",
 }
 """The fix for each optimizer that canzona no longer has."""
+
 WRITTEN: Final = "config.yaml"
 """The file in a run directory that records the settings of the run, with all automatic choices filled in."""
 
@@ -113,15 +114,6 @@ def find_option(group: str, choice: str, dirs: Sequence[Path]) -> Path:
 
     refuse(content_problems(read_yaml(path), display_path(path), "" if group == "recipe" else group))
     return path.resolve()
-
-
-def is_of_run(file: Path) -> bool:
-    """Returns True if a file is the resolved configuration of a run or a checkpoint: it lies beside the layout that
-    was chosen for it, or in the run directory that it names."""
-    if file.name != WRITTEN or (file.parent / "layout.json").is_file():
-        return file.name == WRITTEN
-    run = read_yaml(file).get("run")
-    return isinstance(run, Mapping) and Path(str(run.get("dir"))).name == file.parent.name
 
 
 def find_options(chosen: Mapping[str, str], dirs: Sequence[Path], problems: list[Problem]) -> dict[str, Path]:

@@ -12,14 +12,8 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import leaves
 from canzona_cli.core.errors import ConfigError, Problem
 from canzona_cli.core.reading import read_yaml
-from canzona_cli.core.setup import OPTIMIZERS, ScheduleConfig
+from canzona_cli.core.setup import OPTIMIZERS
 
-CHOSEN: Final = (
-    *("parallel.tp", "parallel.pp", "parallel.vpp", "parallel.cp", "parallel.ep", "parallel.sequence_parallel"),
-    *("train.micro_batch_size", "train.recompute", "cluster.nodes"),
-)
-"""The settings that depend on the number of GPUs and on the cluster. A run's `config.yaml` has the values
-chosen for the GPUs with which it was started."""
 _OVERRULED_BY: Final = {
     "optimizer.lr": "optimizer.lrs",
     "optimizer.min_lr": "optimizer.min_lr_ratio",
@@ -83,65 +77,15 @@ def drop_replaced(
 
 def _choose_source(tree: Mapping[str, object], parsed: Overrides) -> None:
     """Changes `data.source` from stdlib to prepared if the command line sets a path or a blend, but no data
-    group or source, so that users may leave out `data=prepared`. The recipe's tokenizer settings are
-    dropped."""
+    group or source, so that users may leave out `data=prepared`. The recipe's tokenizer is dropped."""
     location = parsed.values.get("data.path") or parsed.values.get("data.blend")
     data = tree.get("data")
     if not location or "data" in parsed.groups or "data.source" in parsed.values or not isinstance(data, dict):
         return
     if data.get("source") == "stdlib":
         data["source"] = "prepared"
-        for key in ("tokenizer", "tokenizer_vocab_size"):
-            if f"data.{key}" not in parsed.values:
-                data.pop(key, None)
-
-
-def choose_again(tree: dict[str, object], stored: Mapping[str, object], parsed: Overrides) -> None:
-    """Drops values of a run's `config.yaml` that were derived from settings that the command line changes: the
-    layout if it sets GPUs or a cluster, the schedule if it sets the number of steps, and the batch if it sets
-    the sequence length.
-
-    Args:
-        tree: the stored values, overridden by the command line's; changed in place.
-        stored: the values stored in the run directory or the checkpoint.
-    """
-    if "gpus" in parsed.values or "cluster" in parsed.groups:
-        for key in CHOSEN:
-            section, _, name = key.partition(".")
-            values = tree.get(section)
-            if isinstance(values, dict) and key not in parsed.values:
-                values[name] = None
-    if "train.steps" in parsed.values and not any(key.startswith("schedule.") for key in parsed.values):
-        _choose_schedule(tree, stored)
-    if "train.seq_length" in parsed.values and not {"train.batch_tokens", "train.global_batch_size"} & {*parsed.values}:
-        _choose_batch(tree, stored, parsed)
-
-
-def _choose_batch(tree: Mapping[str, object], stored: Mapping[str, object], parsed: Overrides) -> None:
-    """Sets the batch and the micro-batch to null if the stored batch has exactly the tokens of
-    `batch_tokens`, from which it was derived."""
-    train, before = tree.get("train"), stored.get("train")
-    if not isinstance(train, dict) or not isinstance(before, Mapping):
-        return
-    batch, length = before.get("global_batch_size"), before.get("seq_length")
-    if isinstance(batch, int) and isinstance(length, int) and batch * length == before.get("batch_tokens"):
-        for name in ("global_batch_size", "micro_batch_size"):
-            if f"train.{name}" not in parsed.values:
-                train[name] = None
-
-
-def _choose_schedule(tree: dict[str, object], stored: Mapping[str, object]) -> None:
-    """Sets the schedule's numbers of steps to null if they have the values that replaced nulls when the run
-    started."""
-    schedule, train = tree.get("schedule"), stored.get("train")
-    steps = train.get("steps") if isinstance(train, Mapping) else None
-    if not isinstance(schedule, dict) or not isinstance(steps, int) or schedule.get("decay_steps") != steps:
-        return
-    nulls = ScheduleConfig(decay=schedule["decay"]).complete(steps)
-    schedule["decay_steps"] = None
-    for name in ("warmup_steps", "wsd_decay_steps"):
-        if schedule.get(name) == getattr(nulls, name):
-            schedule[name] = None
+        if "data.tokenizer" not in parsed.values:
+            data.pop("tokenizer", None)
 
 
 def with_rates(config: RunConfig) -> RunConfig:

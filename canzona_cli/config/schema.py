@@ -23,7 +23,6 @@ from canzona_cli.core.fields import (
     Positive,
     Ranks,
     Share,
-    Side,
 )
 from canzona_cli.core.reading import expanded
 from canzona_cli.core.setup import (
@@ -63,11 +62,9 @@ class DataConfig:
     ] = field(default=None, hash=False)
     tokenizer: Annotated[
         str,
-        "For stdlib: byte, bpe, or the path of a Hugging Face tokenizer.json or its folder.",
+        "For stdlib: byte; bpe, learned from the corpus, with as many entries as the model's vocabulary, at most 16384;"
+        " or the path of a Hugging Face tokenizer.json or its folder.",
     ] = "byte"
-    tokenizer_vocab_size: Annotated[
-        Side, "For bpe: number of entries in the vocabulary, which is trained on the data."
-    ] = 16384
     validation_fraction: Annotated[Share, "Share of documents, from the end, that are held out for validation."] = 0.02
     cache_dir: Annotated[
         str | None,
@@ -166,6 +163,11 @@ class RunConfig(HashedOnce):
     def setup(self) -> Setup:
         """The sections of this configuration that the core uses."""
         return Setup(**{field.name: getattr(self, field.name) for field in fields(Setup)})
+
+    @property
+    def bpe_ids(self) -> int:
+        """The number of ids of the byte-pair encoding that `data.tokenizer=bpe` learns from the built-in corpus."""
+        return min(16384, self.model.vocab_size)
 
     @property
     def execution(self) -> Execution:

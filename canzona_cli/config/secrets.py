@@ -53,8 +53,6 @@ REFERENCE = re.compile(r"\$\{\s*([\w.\[\]]+)\s*\}")
 _ARGUMENTS = ("run.dir", "cluster.rdzv_endpoint")
 """The settings whose value, or its last path component, becomes an argument of torchrun. A leading dash would
 turn the argument into an option."""
-_OWN_RULES = ("name", "cluster.rdzv_id")
-"""The settings that `canzona_cli.config.checks` checks more strictly."""
 _PROSE = ("description",)
 """The settings that may contain line breaks and tabs."""
 _FOLDERS = ("run.dir", "run.root")
@@ -116,7 +114,7 @@ def safety_problems(config: RunConfig) -> Iterator[Problem]:
     tree = asdict(config)
     yield from secret_problems(tree)
     for key, _, text in _texts(tree, names=True):
-        if key in _OWN_RULES:
+        if key == "name":  # checked more strictly by `config.checks`
             continue
         allowed = "\n\t" if key in _PROSE else ""
         unprintable = sorted({char for char in text if not char.isprintable() and char not in allowed})

@@ -16,10 +16,10 @@ from canzona_cli.config.recipes import (
     builtin_recipes_dir,
     closest_option,
     group_options,
-    is_of_run,
     shadows_builtin,
     user_recipes_dirs,
 )
+from canzona_cli.config.run_file import is_of_run
 from canzona_cli.config.secrets import REFERENCE, content_problems
 from canzona_cli.config.settings import leaves, sections, settings, tree_of
 from canzona_cli.core.errors import ConfigError, Problem, refuse

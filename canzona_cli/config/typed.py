@@ -10,8 +10,7 @@ from pydantic import ValidationError
 
 from canzona_cli.config.recipes import REMOVED_OPTIMIZERS
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.config.settings import Setting, leaves, sections, setting_of, settings, tree_of
-from canzona_cli.config.tree import with_values
+from canzona_cli.config.settings import Setting, leaves, sections, setting_of, settings
 from canzona_cli.config.unknown_keys import unknown_key
 from canzona_cli.core.errors import Problem, closest
 from canzona_cli.core.fields import _BOUNDS, bound_text
@@ -73,30 +72,10 @@ def type_problems(tree: dict[str, object], texts: Mapping[str, str]) -> list[Pro
         supporting = [settings()[f"optimizer.{name}"].optimizers for name in optimizer if name != "name"]
         optimizer.setdefault("name", next(iter(sorted(frozenset.intersection(*supporting) or {"muon"})), "muon"))
     built = build(tree, texts=texts, where="the command line")
-    return [problem for problem in built if _concerns(problem.key, texts)] if isinstance(built, list) else []
+    return [problem for problem in built if concerns(problem.key, texts)] if isinstance(built, list) else []
 
 
-def stand_in(base: Mapping[str, object], values: Mapping[str, object], bad: Collection[str]) -> RunConfig | None:
-    """Returns the run with the recipe's values in place of those that are not valid, so that the other values
-    can be checked together.
-
-    If the recipe's values are bad too, defaults replace them. Returns None if the run is still not valid.
-
-    Args:
-        base: the recipe's values, as a tree.
-        values: the command line's values by dotted key.
-        bad: the keys with problems.
-    """
-    good = {key: value for key, value in values.items() if not _concerns(key, bad)}
-    without_bad = tree_of({key: value for key, value in leaves(base) if key not in bad})
-    for tree in (base, without_bad):
-        config = build(with_values(tree, good, []), texts={}, where="")
-        if isinstance(config, RunConfig):
-            return config
-    return None
-
-
-def _concerns(key: str, keys: Collection[str]) -> bool:
+def concerns(key: str, keys: Collection[str]) -> bool:
     """Returns True if `keys` contains `key`, the mapping that has `key` as an entry, or an entry of the mapping
     `key`."""
     return any(key == other or key.startswith(f"{other}.") or other.startswith(f"{key}.") for other in keys)

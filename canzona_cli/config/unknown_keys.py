@@ -57,7 +57,7 @@ _NAMES: Final[Mapping[str, str]] = {
     "optimizer.coefficients": "muon_coefficient_type",
     "optimizer.scale_mode": "muon_scale_mode",
     "optimizer.scale_factor": "muon_extra_scale_factor",
-    "schedule.decay": "lr_scheduler lr_scheduler_type lr_decay_style scheduler decay_type",
+    "schedule.decay": "lr_scheduler lr_scheduler_type lr_decay_style scheduler decay_type optimizer.schedule wsd",
     "schedule.warmup_steps": "lr_warmup_iters num_warmup_steps lr_warmup_steps",
     "schedule.decay_steps": "lr_decay_iters",
     "checkpoint.every_steps": (
@@ -98,7 +98,8 @@ _LEAVE_OUT: Final[Mapping[str, str]] = {
     "log_every log_freq log_interval logging_steps log_every_n_steps": "every step is logged, in metrics.jsonl",
 }
 """The reasons why users cannot set a feature, by words of its name. A word matches names that contain it
-between dots or underscores; a word with underscores matches the part of a name after its last dot."""
+between dots or underscores; a word with underscores matches the part of a name after its last dot, a dotted word
+all of it."""
 _OTHERWISE: Final[Mapping[str, tuple[str, str]]] = {
     "sft dpo rlhf finetune finetuning": (
         "canzona does not fine-tune on instructions; it trains on plain text",
@@ -115,6 +116,10 @@ _OTHERWISE: Final[Mapping[str, tuple[str, str]]] = {
     "checkpointing": ("recomputation is set by its amount", "write train.recompute=selective, or full"),
     "tensorboard wandb mlflow": ("trackers are listed in one setting", "write run.trackers=[{}]"),
     "comet neptune aim": ("canzona does not support this tracker", "write run.trackers=[tensorboard]"),
+    "train.tokens train_tokens max_tokens total_tokens num_tokens": (
+        "the length of a run is its number of steps",
+        "write train.steps=N, with N = tokens / train.batch_tokens",
+    ),
     "epoch epochs": ("the length of a run is its number of steps", "write train.steps=N"),
     "eval_iters limit_val_batches val_iters val_batches validation_batches": (
         "a validation is a number of sequences, whatever the batch",
@@ -122,7 +127,10 @@ _OTHERWISE: Final[Mapping[str, tuple[str, str]]] = {
     ),
     "warmup_ratio lr_warmup_fraction": ("the warm-up is a number of steps", "write schedule.warmup_steps=N"),
     "untie_embeddings_and_output_weights": ("has the opposite meaning here", "write model.tied_embeddings=false"),
-    "split": ("validation data are set as a share of the data", "write data.validation_fraction=0.01"),
+    "split valid_path val_path valid_data_path val_data_path validation_path": (
+        "validation data are set as a share of the data",
+        "write data.validation_fraction=0.01",
+    ),
     "master_addr master_port": ("address and port are one setting", "write cluster.rdzv_endpoint=HOST:PORT"),
     "enable_profiling profiling": ("profiling is set by its steps", "write run.profile_steps=[10,12]"),
 }
@@ -140,7 +148,7 @@ def missing_feature_problem(name: str) -> Problem | None:
     if {flat, bare_name} & RENAMED.keys():
         return None
     for listed, (reason, fix) in _ADVICE.items():
-        if matching := [word for word in listed.split() if word in words or word == bare_name]:
+        if matching := [word for word in listed.split() if word in words or word in (bare_name, flat)]:
             return Problem(name, reason, fix.format(min(matching)))
     return None
 
@@ -149,6 +157,21 @@ REMOVED: Final[Mapping[str, str]] = {
     "run.trace_steps": "use run.profile_steps: torch's profiler writes a Chrome trace of each rank",
     "engine.layout": "leave it out: engine=paper keeps Megatron's order of buckets, engine=canzona sorts them by owner",
     "engine.grouping": "leave it out: engine=paper has the paper's micro-groups",
+    "cluster.crowding": "leave it out: cores are divided evenly",
+    "cluster.intra_node_channels": "leave it out: 24 are assumed",
+    "cluster.inter_node_channels": "leave it out: 2 for each port are assumed",
+    "cluster.pass_us": "leave it out: 150 us are assumed",
+    "cluster.forward_factor": "write cluster.pass_factors=[FORWARD,BACKWARD]",
+    "cluster.backward_factor": "write cluster.pass_factors=[FORWARD,BACKWARD]",
+    "cluster.forward_module_us": "write cluster.module_us=[FORWARD,BACKWARD]",
+    "cluster.backward_module_us": "write cluster.module_us=[FORWARD,BACKWARD]",
+    "cluster.not_measured": "write cluster.measured_on.not_measured=PARTS",
+    "cluster.rdzv_id": "leave it out: a rendezvous has the name of the run directory",
+    "cluster.gpu_hour_price": "multiply the GPU hours that a dry run shows",
+    "train.loss_spike_sigmas": "leave it out: a spike is 8 standard deviations above the recent mean",
+    "train.sample_tokens": "leave it out: a sample has at most 48 tokens",
+    "data.tokenizer_vocab_size": "set model.vocab_size: a learned tokenizer has as many entries, but at most 16384",
+    "optimizer.shampoo_eps": "leave it out: it is 1e-12",
     "cluster.symmetric_factor": "leave it out: symmetric matmuls take as long as general ones of their size",
 }
 """The fixes for removed settings."""

@@ -14,7 +14,6 @@ from canzona_cli.core.setup.problems import value_of, with_own_values
 
 _REFUSED = (
     ("train.grad_reduce_dtype", ("fp32",), "train.precision=bf16"),
-    ("train.loss_spike_sigmas", ("ignore",), "train.loss_spike=stop"),
     ("model.experts_per_token", (0,), "model.num_experts=8"),
     ("model.balancing_loss", (0,), "model.num_experts=8"),
     ("model.balancing_weight", (0,), "model.num_experts=8"),
@@ -32,7 +31,6 @@ _HARMLESS = {("train.grad_reduce_dtype", "fp32"), ("optimizer.clip", "none"), ("
 """The settings and values that are accepted although they have no effect, because they change nothing."""
 _IGNORED = (
     ("train.sample_prompt", "train.sample_every"),
-    ("train.sample_tokens", "train.sample_every"),
     ("train.eval_sequences", "train.eval_interval"),
 )
 """Pairs of settings: the first has no effect if the second is 0."""
@@ -180,13 +178,9 @@ def _unused_data(config: RunConfig, explicit: frozenset[str]) -> Iterator[Proble
         if value and data.source == "stdlib" and (key in explicit or not chosen):
             reason = "is not read: data.source is stdlib, the source code of Python's standard library"
             yield Problem(key, reason, f"write data=prepared to train on it, or {key}=null")
-    for key in ("data.tokenizer", "data.tokenizer_vocab_size"):
-        if key in explicit and data.source == "prepared":
-            fix = "leave it out, or prepare the data again: canzona data prepare ... --tokenizer NAME"
-            yield Problem(key, "has no effect: prepared data has already been tokenised", fix)
-        elif key == "data.tokenizer_vocab_size" and key in explicit and data.tokenizer != "bpe":
-            reason = f"has no effect: data.tokenizer is {data.tokenizer}"
-            yield Problem(key, reason, "write data=stdlib-bpe, or leave it out")
+    if "data.tokenizer" in explicit and data.source == "prepared":
+        fix = "leave it out, or prepare the data again: canzona data prepare ... --tokenizer NAME"
+        yield Problem("data.tokenizer", "has no effect: prepared data has already been tokenised", fix)
 
 
 def _unused_engine(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:

@@ -39,7 +39,7 @@ ReportProgress = Callable[[str, float], None]
 
 _CONFIG_KEYS = {
     "--tokenizer": "data.tokenizer",
-    "--vocab-size": "data.tokenizer_vocab_size",
+    "--vocab-size": "model.vocab_size",
     "--output": "data.cache_dir",
     "INPUT": "data.source",
 }
@@ -252,7 +252,7 @@ def _stdlib_pair(config: RunConfig, report: ReportProgress) -> tuple[PairInfo, S
     data = config.data
     try:
         sources = stdlib_sources()
-        settings = BuildSettings(tokenizer=data.tokenizer, vocab_size=data.tokenizer_vocab_size)
+        settings = BuildSettings(tokenizer=data.tokenizer, vocab_size=config.bpe_ids)
         prefix = _cache_prefix(config, stdlib_digest(sources))
         if cached := _load_intact(prefix):
             return cached
@@ -279,7 +279,7 @@ def _cache_prefix(config: RunConfig, content: str) -> Path:
     vocab_size = 0
     tokenizer_hash = ""
     if kind == "bpe":
-        vocab_size = config.data.tokenizer_vocab_size
+        vocab_size = config.bpe_ids
     elif kind != "byte":
         tokenizer_hash = hashlib.sha256(tokenizer_file(kind).read_bytes()).hexdigest()
         kind = "tokenizer"

@@ -109,8 +109,6 @@ def fill_in_step(config: RunConfig, step: SlurmStep | None) -> tuple[RunConfig, 
         if cluster.rdzv_endpoint is None:
             cluster = replace(cluster, rdzv_endpoint=_endpoint(step))
             filled_in.append(f"the rendezvous endpoint {cluster.rdzv_endpoint}")
-        if cluster.rdzv_id is None:
-            cluster = replace(cluster, rdzv_id=f"slurm-{step.name}")
     note = f"from Slurm job {step.name}: {', '.join(filled_in)}" if filled_in else ""
     return replace(config, cluster=cluster, run=run), note
 

@@ -199,7 +199,7 @@ def _rendezvous_options(config: RunConfig, run_dir: Path) -> list[str]:
         *("--node-rank", node_rank),
         *("--rdzv-backend", *backend),
         *("--rdzv-endpoint", endpoint),
-        *("--rdzv-id", cluster.rdzv_id or run_dir.name),
+        *("--rdzv-id", run_dir.name),
     ]
 
 

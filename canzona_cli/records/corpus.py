@@ -241,5 +241,5 @@ def _token_ids(config: RunConfig, corpus: PreparedCorpus | None) -> int | None:
     if corpus is not None:
         return corpus.vocab_size
     if config.data.source == "stdlib":
-        return {"byte": BYTE_TOKENIZER_IDS, "bpe": config.data.tokenizer_vocab_size}.get(config.data.tokenizer)
+        return {"byte": BYTE_TOKENIZER_IDS, "bpe": config.bpe_ids}.get(config.data.tokenizer)
     return None

@@ -14,6 +14,8 @@ WINDOW = 64
 ENOUGH = 24
 """The number of recent losses that are needed to detect a spike. The losses of a run's first steps vary
 widely."""
+SIGMAS = 8.0
+"""The number of standard deviations above the recent mean at which a loss counts as a spike."""
 LEAST_RISE = 0.05
 """The smallest rise above the recent mean that is a spike, as a fraction of the mean. With large batches the
 loss hardly varies, so even a rise of many standard deviations may be negligible."""
@@ -66,7 +68,7 @@ class SpikeGuard:
     """
 
     def __init__(self, settings: TrainConfig, memory: LossMemory = LossMemory()) -> None:
-        self._watches, self._sigmas = settings.loss_spike != "ignore", settings.loss_spike_sigmas
+        self._watches = settings.loss_spike != "ignore"
         self._recent: deque[float] = deque(memory.usual, maxlen=WINDOW)
         self._high = list(memory.high)
         """The losses of the current spike; empty if there is none."""
@@ -103,7 +105,7 @@ class SpikeGuard:
             return math.nan, math.inf
         mean = math.fsum(self._recent) / count
         deviation = math.sqrt(math.fsum((loss - mean) ** 2 for loss in self._recent) / (count - 1))
-        return mean, mean + max(self._sigmas * deviation, LEAST_RISE * abs(mean))
+        return mean, mean + max(SIGMAS * deviation, LEAST_RISE * abs(mean))
 
 
 Rule = Literal["far", "validation"]

@@ -313,6 +313,8 @@ def describe_bad_losses(ranks: Sequence[int]) -> str:
     return f"the loss is not finite on rank{'s' if len(ranks) > 1 else ''} {named}"
 
 
+SAMPLE_TOKENS = 48
+"""The maximum number of tokens in a sample; prompt and sample together fit one sequence."""
 TEMPERATURE = 0.8
 """The temperature of sample texts: the most likely tokens alone soon repeat themselves."""
 
@@ -346,7 +348,7 @@ def sampler_of(config: RunConfig, corpus: PreparedCorpus) -> Sampler | None:
     train = config.train
     if train.sample_every == 0:
         return None
-    return Sampler(tokenizer=tokenizer_of(corpus), prompt=train.sample_prompt or "", tokens=train.sample_tokens)
+    return Sampler(tokenizer=tokenizer_of(corpus), prompt=train.sample_prompt or "", tokens=SAMPLE_TOKENS)
 
 
 @torch.no_grad()

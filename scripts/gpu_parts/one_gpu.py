@@ -224,9 +224,9 @@ def calibrate(setup: Setup) -> Outcome:
         size = ("recipe=qwen3-tiny", "gpus=2", "model.num_layers=1")
     finish(setup, "calibrate", start(setup, "calibrate", "calibrate", *size, "--quick", "--out", str(path)))
     profile = yaml.safe_load(path.read_text(encoding="utf-8"))
-    lacking = profile["not_measured"]
+    lacking = profile["measured_on"].get("not_measured")
     summary = f"products at {profile['bf16_tflops']:.3g} TFLOP/s, memory at {profile['memory_gb_per_s']:.4g} GB/s"
-    summary += f"; not measured: {', '.join(lacking)}" if lacking else ""
+    summary += f"; not measured: {lacking}" if lacking else ""
     shipped = compose_run(["recipe=qwen3-0.6b", f"cluster={setup.profile}", "gpus=1"]).config.cluster
     units: dict[str, Literal["TFLOP/s", "GB/s", "us"]] = {
         "fp32_tflops": "TFLOP/s", "tf32_tflops": "TFLOP/s", "qr_tflops": "TFLOP/s", "eigh_tflops": "TFLOP/s",

@@ -31,7 +31,6 @@ IMPOSSIBLE = [
     ("schedule.warmup_steps=150", "schedule.warmup_steps"),
     ("data.validation_fraction=0", "data.validation_fraction"),
     ("data=prepared", "data.path"),
-    ("data=stdlib-bpe", "data.tokenizer_vocab_size"),
     ("model.vocab_size=128", "model.vocab_size"),
     ("model.head_dim=31", "model.head_dim"),
     ("cluster.reserved_gib=99", "cluster.reserved_gib"),
@@ -128,12 +127,9 @@ UNUSED = [
     ("data=stdlib-bytes data.path=x", "data.path"),
     ("data.source=stdlib data.blend={x:1}", "data.blend"),
     ("data=prepared data.path=x data.tokenizer=byte", "data.tokenizer"),
-    ("data.path=x data.tokenizer_vocab_size=300", "data.tokenizer_vocab_size"),
-    ("data.tokenizer_vocab_size=300", "data.tokenizer_vocab_size"),
     ("train.precision=fp32 train.grad_reduce_dtype=bf16", "train.grad_reduce_dtype"),
     ("optimizer.clip=none optimizer.clip_grad=2", "optimizer.clip_grad"),
     ("optimizer.clip_grad=0 optimizer.clip=adamw", "optimizer.clip"),
-    ("train.loss_spike=ignore train.loss_spike_sigmas=4", "train.loss_spike_sigmas"),
     ("engine=sc train.non_finite=skip", "train.non_finite"),
     ("optimizer=adamw train.non_finite=stop", "train.non_finite"),
     ("engine=sc parallel.tp=2 engine.exchange_dtype=bf16", "engine.exchange_dtype"),
@@ -247,3 +243,10 @@ def test_a_mode_that_megatron_does_not_have_yet_can_be_planned_with() -> None:
     assert compose_run(settings, training=False).warnings == ()
     (problem,) = refused(compose_run, settings)
     assert "duplicated or distributed" in problem.fix
+
+
+def test_a_learned_tokenizer_fits_every_vocabulary() -> None:
+    assert compose_run(["recipe=tiny", "data=stdlib-bpe"]).config.bpe_ids == 384
+    assert compose_run(["recipe=qwen3-0.6b"]).config.bpe_ids == 16384
+    (problem,) = refused(compose_run, ["recipe=tiny", "data=stdlib-bpe", "model.vocab_size=128"])
+    assert problem.key == "model.vocab_size"

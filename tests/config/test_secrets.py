@@ -42,7 +42,6 @@ def test_names_of_secrets(name: str) -> None:
             "experts_per_token",
             "tokenizer",
             "batch_tokens",
-            "tokenizer_vocab_size",
             "num_key_value_heads",
             "monkey",
             "keyboard",

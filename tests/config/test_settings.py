@@ -1,6 +1,7 @@
 """Every setting says at its field what it means, which numbers it admits, and what a change of it affects."""
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
@@ -13,9 +14,9 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.config.overrides import parse_overrides
 from canzona_cli.config.recipes import GROUPS
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.config.settings import Setting, settings, settings_affecting
+from canzona_cli.config.settings import Setting, setting_of, settings, settings_affecting
 from canzona_cli.config.typed import build
-from canzona_cli.config.unknown_keys import RENAMED, closest_key, unknown_key
+from canzona_cli.config.unknown_keys import REMOVED, RENAMED, closest_key, unknown_key
 from canzona_cli.core.fields import CURVE, LAYOUT, MODEL, NOTHING, OPTIMIZER, PLAN, SPREAD, Range
 from canzona_cli.core.setup import OPTIMIZERS, Layout
 from tests.refusals import refused
@@ -186,6 +187,8 @@ def test_a_name_of_another_program_is_answered_with_a_setting_that_exists(name: 
     [
         ("gradient_accumulation_steps", "train.global_batch_size"),
         ("lora.rank", "does not have LoRA"),
+        ("train.tokens", "train.steps=N"),
+        ("data.valid_path", "data.validation_fraction"),
         ("parallel.dp", "gpus / (tp * pp * cp)"),
         ("parallel.fsdp", "does not have FSDP"),
         ("train.fp8", "does not have FP8"),
@@ -226,3 +229,10 @@ def test_a_list_of_options_needs_no_quotes_inside() -> None:
     assert parsed.values["cluster.command"] == ["numactl", "--membind=0-3", "canzona"]
     assert parsed.values["cluster.sbatch"] == ["--gres=gpu:h100:8", "--partition=a"]
     assert parse_overrides(["cluster.command=['a b',--c=d]"]).problems, "quotes have to be right"
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_a_removed_setting_says_what_to_use(key: str) -> None:
+    problem = unknown_key(key, "1")
+    assert (key in settings(), problem.reason, problem.fix) == (False, "no longer exists", REMOVED[key])
+    assert all(setting_of(named) for named in re.findall(r"(?:write|use|set) (\w+\.\w+)", problem.fix))

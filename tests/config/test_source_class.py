@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.config.source_class import source_problem
+from canzona_cli.config.checks import source_problem
 
 NEVER = "raise SystemExit('it was run')\n"
 

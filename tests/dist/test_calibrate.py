@@ -62,7 +62,7 @@ def test_a_calibrations_profile_predicts_what_it_measured(tmp_path: Path, monkey
         "megatron/muon/standard/5"
     }
     assert found.profile.adamw_ns is not None
-    assert found.profile.forward_factor != 1.0
+    assert found.profile.pass_factors[0] != 1.0
     assert found.profile.bf16_in_fp32 is cpu_matmuls.is_slow()
     assert found.profile.measured_on["workers"] == 2, "as many as the run has, however few the cores"
     write_profile(tmp_path / "here.yaml", found)

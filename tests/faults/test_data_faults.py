@@ -18,6 +18,7 @@ from canzona_cli.core.optimizers.shared_rows import FragmentGroup, Shape, Turns,
 from canzona_cli.launch.resume import choose_resumption
 from canzona_cli.records.files import RunFiles, read_json
 from canzona_cli.records.records import read_layout
+from canzona_cli.training import guards
 from canzona_cli.training.data import Batch
 from canzona_cli.training.guards import ENOUGH
 from tests.faults.forked import forked_run
@@ -82,10 +83,11 @@ def strange_labels(rank: int, step: int, batch: Batch) -> Batch:
     return batch
 
 
-def test_a_loss_spike_ends_the_run_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_a_loss_spike_ends_the_run_where_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guards, "SIGMAS", 2.0)  # the losses of a run this short scatter widely
     outcome = forked_run(
         tmp_path / "run",
-        *(*TWO, f"train.steps={SPIKE + 5}", "train.loss_spike=stop", "train.loss_spike_sigmas=2"),
+        *(*TWO, f"train.steps={SPIKE + 5}", "train.loss_spike=stop"),
         *("checkpoint.every_steps=20", "checkpoint.every_minutes=null"),
         spoil=strange_labels,
     )

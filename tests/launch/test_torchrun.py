@@ -70,10 +70,10 @@ def test_one_machine(tmp_path: Path) -> None:
 
 def test_several_machines_pass_their_settings_through(tmp_path: Path) -> None:
     config = run_config(gpus=16, nodes=2)
-    cluster = replace(config.cluster, node_rank=1, rdzv_endpoint="head:29500", rdzv_id="job7")
+    cluster = replace(config.cluster, node_rank=1, rdzv_endpoint="head:29500")
     command = build(replace(config, cluster=cluster), tmp_path)
     names = ("--nnodes", "--nproc-per-node", "--node-rank", "--rdzv-endpoint", "--rdzv-id")
-    assert [option(command, name) for name in names] == ["2", "8", "1", "head:29500", "job7"]
+    assert [option(command, name) for name in names] == ["2", "8", "1", "head:29500", tmp_path.name]
     assert option(command, "--rdzv-backend") == "static"
     interface = command.environment.get("GLOO_SOCKET_IFNAME", "")
     assert not interface.startswith("lo"), "machines must not look for each other on loopback"

@@ -125,7 +125,7 @@ def prepare_run(config: RunConfig) -> tuple[RunConfig, Layout]:
     layout = Layout.plain(dp=config.gpus, micro_batch_size=micro_batch)
     single_machine = replace(
         config,
-        cluster=replace(cluster, nodes=1, node_rank=None, rdzv_endpoint=None, rdzv_id=None),
+        cluster=replace(cluster, nodes=1, node_rank=None, rdzv_endpoint=None),
         parallel=replace(config.parallel, overlap_grad_reduce=False, overlap_param_gather=False),
     )
     return fill(single_machine, layout), layout
@@ -201,7 +201,7 @@ def content_of(calibration: Calibration, written: Path | None) -> dict[str, obje
     }
 
 
-_RUN_SETTINGS = ("nodes", "node_rank", "rdzv_endpoint", "rdzv_id")
+_RUN_SETTINGS = ("nodes", "node_rank", "rdzv_endpoint")
 """The cluster settings that belong to a run, not to a machine. Profiles do not contain them."""
 _ELSEWHERE = "--out FILE.yaml in a folder you may write to"
 
@@ -273,7 +273,7 @@ def _header(calibration: Calibration) -> Iterator[str]:
     for skipped in calibration.record.skipped:
         yield f"# Left to the cost model: {skipped}"
     if profile.not_measured:
-        yield f"# INCOMPLETE: the parts in not_measured come from profile {calibration.base.name}."
+        yield f"# INCOMPLETE: the parts in measured_on.not_measured come from profile {calibration.base.name}."
 
 
 def _settings(calibration: Calibration) -> Iterator[str]:
@@ -380,7 +380,7 @@ def with_steps(calibration: Calibration, benches: ShortBenches, write: Callable[
     """Runs the short benches and adds the factors of complete steps to the profile.
 
     If a bench fails or is stopped, the factors come only from earlier benches, and "steps" is added to the
-    profile's `not_measured`.
+    profile's `measured_on.not_measured`.
 
     Args:
         write: a function that writes the profile; called once, with the result.
@@ -398,7 +398,8 @@ def with_steps(calibration: Calibration, benches: ShortBenches, write: Callable[
                 exit_code=ExitCode.INTERRUPTED if stopped else ExitCode.CRASH,
                 message="" if stopped else f"bench of complete steps with TP {tp}: {error}",
             )
-            profile = replace(profile, not_measured=(*profile.not_measured, "steps"))
+            missing = " ".join((*profile.not_measured, "steps"))
+            profile = replace(profile, measured_on={**profile.measured_on, "not_measured": missing})
             break
     if results:
         profile = fit_to_steps(profile, results)

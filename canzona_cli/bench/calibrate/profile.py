@@ -275,6 +275,7 @@ def profile_of(
     if not matmuls or "arithmetic" not in record.done:
         # Large sizes are measured last, so a partial table would have only the low rates of small ones.
         matmuls = base.matmul_tflops
+    missing = [part for part in parts(config.gpus) if part not in record.done]
     profile = replace(
         base,
         name=name,
@@ -285,10 +286,8 @@ def profile_of(
         verified=verified_paths(tables if base.calibrated else base, record),
         grouped_collectives=bool(medians.get("grouped_collectives", base.grouped_collectives)),
         step_factors={},
-        crowding=1.0,
         cores=cores() if base.device == "cpu" else base.cores,
-        measured_on={**facts, **rank_facts},
-        not_measured=tuple(part for part in parts(config.gpus) if part not in record.done),
+        measured_on={**facts, **rank_facts, **({"not_measured": " ".join(missing)} if missing else {})},
         nodes=None,
         **measured,  # type: ignore[arg-type]
     )
@@ -316,7 +315,7 @@ def with_peak(profile: ClusterConfig) -> ClusterConfig:
     if profile.device != "cpu":
         return profile
     fastest = max((rate for _, rate in profile.matmul_tflops), default=profile.bf16_tflops)
-    lowest_factor = min(1.0, profile.forward_factor, profile.backward_factor)
+    lowest_factor = min(1.0, *profile.pass_factors)
     return replace(profile, bf16_tflops=significant(fastest / lowest_factor))
 
 
@@ -355,29 +354,31 @@ def _with_link(profile: ClusterConfig, record: Record) -> ClusterConfig:
     return replace(profile, intra_node_latency_us=significant(1e6 * latency_s), intra_node_gb_per_s=significant(rate))
 
 
+_DIRECTIONS: tuple[Quantity, Quantity] = ("forward", "backward")
+
+
 def _with_factors(config: RunConfig, layout: Layout, record: Record) -> ClusterConfig:
     """Returns the profile of `config` with the factors and fixed times of forward and backward.
 
     Measured seconds are fitted by a linear function of predicted seconds, over micro-batch sizes. The factor
     is the slope; the fixed time of a module is the intercept divided by the number of modules.
     """
-    neutral = replace(config.cluster, forward_factor=1.0, backward_factor=1.0, forward_module_us=0.0)
-    # A measured pass is not part of a pipeline schedule, so it does not include the cost of a pass in one.
-    short = replace(shorten(config), cluster=replace(neutral, backward_module_us=0.0, pass_us=0.0))
-    changes: dict[str, float] = {}
-    for direction in ("forward", "backward"):
+    short = replace(shorten(config), cluster=replace(config.cluster, pass_factors=(1.0, 1.0), module_us=(0.0, 0.0)))
+    pass_factors, module_us = [*config.cluster.pass_factors], [*config.cluster.module_us]
+    for index, direction in enumerate(_DIRECTIONS):
         points: list[tuple[float, float]] = []
         modules = 1
         for m in _of_quantity(record, direction):
             size = int(m.key[0])
             stage = stage_time(short, replace(layout, micro_batch_size=size, global_batch_size=size * layout.dp), 0)
-            points.append((getattr(stage, f"{direction}_s"), m.spread.median))
+            # A measured pass is not part of a pipeline schedule, so it does not include the cost of a pass in one.
+            points.append((getattr(replace(stage, pass_s=0.0), f"{direction}_s"), m.spread.median))
             modules = len(stage.modules)
         if points:
             factor, intercept_s = _line(sorted(points))
-            changes[f"{direction}_factor"] = significant(factor)
-            changes[f"{direction}_module_us"] = significant(1e6 * intercept_s / modules)
-    return replace(config.cluster, **changes)  # type: ignore[arg-type]
+            pass_factors[index] = significant(factor)
+            module_us[index] = significant(1e6 * intercept_s / modules)
+    return replace(config.cluster, pass_factors=(*pass_factors,), module_us=(*module_us,))  # type: ignore[arg-type]
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -398,8 +399,10 @@ def fit_to_steps(profile: ClusterConfig, results: Sequence[BenchResult]) -> Clus
     """Returns the profile with the factors of complete steps, computed from the results of one or more
     benches."""
     computing_factor, phases = factors(results)
-    scaled = ("forward_factor", "forward_module_us", "backward_factor", "backward_module_us")
-    changes = {name: significant(getattr(profile, name) * computing_factor) for name in scaled}
+    scaled = ("pass_factors", "module_us")
+    changes = {
+        name: tuple(significant(value * computing_factor) for value in getattr(profile, name)) for name in scaled
+    }
     layouts = ", ".join(dict.fromkeys(layout_code(result.layout) for result in results))
     measured_on = {**profile.measured_on, "fitted_on": layouts}
     changed = replace(profile, step_factors=phases, measured_on=measured_on, **changes)  # type: ignore[arg-type]

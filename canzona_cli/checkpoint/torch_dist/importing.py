@@ -20,8 +20,7 @@ from canzona_cli.checkpoint.torch_dist.names import Kind, Parameter, kind_of_sta
 from canzona_cli.checkpoint.verify import limit_problems
 from canzona_cli.config.compose import Composed, compose_run, dump_resolved
 from canzona_cli.config.megatron_arguments import saved_arguments
-from canzona_cli.config.megatron_run import MegatronRun
-from canzona_cli.config.megatron_translation import translated
+from canzona_cli.config.megatron_translation import MegatronRun, translated
 from canzona_cli.config.overrides import key_of, override_text
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import settings as all_settings

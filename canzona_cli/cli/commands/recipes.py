@@ -19,10 +19,10 @@ from canzona_cli.cli.commands.output import (
 )
 from canzona_cli.cli.commands.output import show as show_page
 from canzona_cli.config.overrides import parse_overrides
-from canzona_cli.config.recipes import check_destination, recipe_text, short_recipe_text, write_recipe
+from canzona_cli.config.recipes import check_destination, is_file_name, recipe_text, short_recipe_text, write_recipe
 from canzona_cli.core.errors import ConfigError, Problem
 from canzona_cli.core.model.families import parameter_count
-from canzona_cli.core.reading import display_path
+from canzona_cli.core.reading import display_path, expanded, read_yaml
 from canzona_cli.records.words import count
 
 if TYPE_CHECKING:
@@ -143,7 +143,14 @@ def _short_text(recipe: Path, overrides: "Sequence[str]", name: str) -> str:
         raise ConfigError(Problem(key="NAME", value=str(recipe), reason=reason, fix=fix))
     changes = parse_overrides(overrides)
     values = {key: value for key, value in changes.values.items() if key != "name"}
-    return short_recipe_text(name, recipe.stem, changes.groups, values)
+    groups = dict(changes.groups)
+    for group in [group for group, choice in groups.items() if group != "recipe" and is_file_name(choice)]:
+        # `defaults:` can only name options, so the profile's values are written instead.
+        values = {
+            **{f"{group}.{key}": value for key, value in read_yaml(expanded(groups.pop(group))).items()},
+            **values,
+        }
+    return short_recipe_text(name, recipe.stem, groups, values)
 
 
 @app.command("from-hf")

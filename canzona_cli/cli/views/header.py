@@ -122,12 +122,8 @@ def fast_path_rows(paths: FastPaths, result_s: tuple[float, float] | None) -> It
 
 
 def _cost(config: RunConfig, outlook: Outlook) -> str:
-    """Returns the GPU hours of a run and, if the profile has a price, their cost; empty for CPU ranks."""
-    if config.cluster.device != "cuda":
-        return ""
-    price = config.cluster.gpu_hour_price
-    cost = "" if price is None else f", which cost {outlook.gpu_hours * price:,.0f} at {price:g} each"
-    return f": {outlook.gpu_hours:,.0f} GPU hours{cost}"
+    """Returns the GPU hours of a run; empty for CPU ranks."""
+    return f": {outlook.gpu_hours:,.0f} GPU hours" if config.cluster.device == "cuda" else ""
 
 
 def _describes_machine(config: RunConfig) -> bool:

@@ -16,8 +16,7 @@ from canzona_cli.cli.views.page import Page, Screen, note, paragraph, section_he
 from canzona_cli.cli.views.tables import Table, rows_table
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.overrides import key_of
-from canzona_cli.config.remembered import RememberedLayouts
-from canzona_cli.config.resolve import fill, resolve
+from canzona_cli.config.resolve import RememberedLayouts, fill, resolve
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.sweep import Combination, combinations
 from canzona_cli.core.costs.gpus import with_layers_here

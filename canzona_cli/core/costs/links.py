@@ -34,6 +34,12 @@ CHUNK = 512 << 10
 """The number of bytes that each channel of a rank in a chain forwards at a time: one of the eight steps into
 which NCCL divides a channel's buffer of 4 MiB (NCCL_BUFFSIZE; see NCCL_STEPS, REDUCE_CHUNKSTEPS and
 BROADCAST_CHUNKSTEPS in its sources)."""
+CHANNELS = 24
+"""The number of channels that NCCL uses in a group on one node. It logs "24 coll channels" for eight H100, and 24 for
+the links of eight A100 (NVIDIA/nccl issues 1259 and 652)."""
+PORT_CHANNELS = 2
+"""The number of channels per network port that NCCL uses in a group of several nodes: two for each port's ring. Logs of
+two nodes with eight H100 each say "16 coll channels" (NVIDIA/nccl issue 1041)."""
 
 
 class Transfer(NamedTuple):
@@ -266,10 +272,7 @@ class Links:
     def _chunk(self, size: float, group: Group) -> float:
         """Returns the seconds that the channels of a chain take to forward one chunk each, together at most
         `size` bytes."""
-        cluster = self.cluster
-        channels = cluster.intra_node_channels
-        if group.machines > 1:
-            channels = cluster.inter_node_channels * group.per_machine
+        channels = CHANNELS if group.machines == 1 else PORT_CHANNELS * group.per_machine
         return min(CHUNK * channels, size) / self.ring(group)[1]
 
     def ring_pass(self, size: float, group: Group) -> Transfer:

@@ -225,9 +225,9 @@ class ModuleTimes:
         """
         cluster = self._cluster
         slowest = slowest_gpu_factor(cluster, self._layout.world_size)
-        forward_s = slowest * computed_s * cluster.forward_factor + 1e-6 * cluster.forward_module_us * starts
-        backward_s = slowest * computed_back_s * cluster.backward_factor + 1e-6 * cluster.backward_module_us * starts
-        return forward_s, backward_s
+        (factor, back_factor), (module_us, back_module_us) = cluster.pass_factors, cluster.module_us
+        forward_s = slowest * computed_s * factor + 1e-6 * module_us * starts
+        return forward_s, slowest * computed_back_s * back_factor + 1e-6 * back_module_us * starts
 
 
 def _with_hidden_dispatch(cluster: ClusterConfig, modules: Sequence[Module]) -> list[Module]:

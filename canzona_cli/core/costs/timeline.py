@@ -67,9 +67,6 @@ class _SharedResource:
 
     cores: float | None = None
     """The number of cores of a processor; None for a link."""
-    crowding: float = 1.0
-    """The factor by which tasks slow down in addition to sharing cores evenly, see
-    `ClusterConfig.crowding`."""
     demand: float = 0.0
     """The number of cores that the active tasks need."""
     served: float = 0.0
@@ -84,7 +81,7 @@ class _SharedResource:
         """The rate of each active task, as a share of the full rate."""
         if self.cores is None:
             return 1.0 / len(self.active)
-        return 1.0 if self.demand <= self.cores else 1.0 / slowdown(self.demand / self.cores, self.crowding)
+        return 1.0 if self.demand <= self.cores else 1.0 / (self.demand / self.cores)
 
     def advance(self, now: float) -> None:
         if self.active:
@@ -99,29 +96,17 @@ class _SharedResource:
         return self.at + max(0.0, self.active[0][0] - self.served) / self.rate
 
 
-def slowdown(load: float, crowding: float) -> float:
-    """Returns the factor by which tasks take longer if they need `load` times as many cores as there are.
-
-    Args:
-        crowding: see `ClusterConfig.crowding`; it applies in full from a load of 2.
-    """
-    if load <= 1.0:
-        return 1.0
-    return load * (1.0 + (crowding - 1.0) * min(1.0, load - 1.0))
-
-
 class Timeline:
     """A set of tasks: `add` them, then `run`.
 
     Args:
         cores: the number of cores that tasks share; None if tasks do not share cores. `Task.cores` is then
             ignored.
-        crowding: see `ClusterConfig.crowding`.
     """
 
-    def __init__(self, cores: float | None = None, crowding: float = 1.0) -> None:
+    def __init__(self, cores: float | None = None) -> None:
         self.tasks: list[Task] = []
-        self._cores, self._crowding = cores, crowding
+        self._cores = cores
         self.shares_cores = cores is not None
 
     def add(
@@ -287,7 +272,7 @@ class Timeline:
             resource = resources.get(link)
             if resource is None:
                 cores = self._cores if link is _PROCESSOR else None
-                resource = resources[link] = _SharedResource(cores=cores, crowding=self._crowding)
+                resource = resources[link] = _SharedResource(cores=cores)
             if kind == 0:
                 resource.advance(now)
                 resource.join(index, tasks[index].link_s, tasks[index].cores)

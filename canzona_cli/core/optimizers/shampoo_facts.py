@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from canzona_cli.core.fields import CURVE, OPTIMIZER, PLAN, Count, Epsilon, Example, Share, Side
+from canzona_cli.core.fields import CURVE, OPTIMIZER, PLAN, Count, Share, Side
 
 from .facts import Algorithm, Facts, OptimizerBase, RootMethod, Rule, Work
 
@@ -79,12 +79,6 @@ class ShampooConfig(KroneckerConfig):
         " auto: whichever the cost model predicts to be faster. Both are accurate to fp32 rounding.",
         CURVE | PLAN,
     ] = "auto"
-    shampoo_eps: Annotated[
-        Epsilon,
-        "Added to a factor's eigenvalues, relative to its largest, in addition to sqrt(n) * 2^-23 for rounding noise.",
-        Example("1e-12"),
-        CURVE,
-    ] = 1e-12
 
 
 @dataclass(frozen=True, kw_only=True)

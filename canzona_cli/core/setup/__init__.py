@@ -21,7 +21,13 @@ from canzona_cli.core.optimizers.shampoo_facts import (
     ShampooConfig,
     SoapConfig,
 )
-from canzona_cli.core.setup.cluster import ClusterConfig, Collective, Device, FastPath, HashedOnce
+from canzona_cli.core.setup.cluster import (
+    ClusterConfig,
+    Collective,
+    Device,
+    FastPath,
+    HashedOnce,
+)
 from canzona_cli.core.setup.engine import (
     EngineConfig,
     Gathering,

@@ -88,17 +88,6 @@ class ClusterConfig(HashedOnce):
     inter_node_latency_us: Annotated[
         NotNegative, "Time of one step of an inter-node collective with an empty message."
     ] = 20.0
-    intra_node_channels: Annotated[
-        Count,
-        "Channels that NCCL uses in an intra-node group. Filling the pipeline of a reduction or broadcast"
-        " takes the time of one 512 KiB chunk per channel and hop. Has no effect on CPU ranks.",
-    ] = 24
-    # NCCL logs "24 coll channels" for eight H100, and 24 for the links of eight A100: NVIDIA/nccl issues 1259
-    # and 652.
-    inter_node_channels: Annotated[
-        Count, "Channels per network port that NCCL uses in an inter-node group: two for each port's ring."
-    ] = 2
-    # NVIDIA/nccl issue 1041; logs of two nodes with eight H100 each say "16 coll channels".
     matmul_tflops: Annotated[
         tuple[tuple[Side, Positive], ...],
         "Measured rates of n by n bf16 matmuls, as pairs [n, rate] in ascending order of n; empty: estimated.",
@@ -196,26 +185,13 @@ class ClusterConfig(HashedOnce):
         "share the cores of the machine that starts the run. Changes predicted times, never a plan.",
         NOTHING,
     ] = None
-    crowding: Annotated[
-        Factor,
-        "Time of steps with more ranks than cores, relative to an even split of the cores: ranks "
-        "that share a core evict each other's data from its caches. Calibration leaves this at 1.",
-        NOTHING,
-    ] = 1.0
-    forward_factor: Annotated[Factor, "Measured time of forward passes, relative to the modelled time."] = 1.0
-    backward_factor: Annotated[Factor, "Measured time of backward passes, relative to the modelled time."] = 1.0
-    forward_module_us: Annotated[
-        NotNegative, "Measured fixed time of a module (the work around one weight) in the forward pass."
-    ] = 0.0
-    backward_module_us: Annotated[NotNegative, "Measured fixed time of a module in the backward pass."] = 0.0
-    pass_us: Annotated[
-        NotNegative,
-        "Fixed time of one micro-batch's forward or backward pass through a model chunk, for any "
-        "number of layers: the host's work for the schedule, and to issue a send and a receive.",
-    ] = 150.0
-    # Measured with Megatron-core 0.19 and gloo: 130 to 180 us of host processor time (16 layers of width 32
-    # on 2 ranks, 8 chunks per rank compared with 2, 4 micro-batches, the minimum of 40 steps). The same code
-    # runs with NCCL. A busy GPU may hide some of this time, but that was not measured, so none is assumed hidden.
+    pass_factors: Annotated[
+        tuple[Factor, Factor], "Measured time of forward and of backward passes, relative to the modelled time."
+    ] = (1.0, 1.0)
+    module_us: Annotated[
+        tuple[NotNegative, NotNegative],
+        "Measured fixed time of a module (the work around one weight) in the forward and in the backward pass.",
+    ] = (0.0, 0.0)
     step_factors: Annotated[
         dict[str, Factor],
         "Measured time of each phase (norm_clip, exchange, matrix_update, adamw_update, grad_reduce, param_gather) in "
@@ -224,12 +200,10 @@ class ClusterConfig(HashedOnce):
     ] = field(default_factory=dict, hash=False)
     measured_on: Annotated[
         dict[str, str | int | Finite],
-        "The machine that `canzona calibrate` measured, and the date; empty for a profile written by hand.",
+        "The machine that `canzona calibrate` measured, and the date; empty for a profile written by hand. not_measured"
+        " names the parts that an interrupted calibration copied from the base profile.",
         NOTHING,
     ] = field(default_factory=dict, hash=False)
-    not_measured: Annotated[
-        tuple[str, ...], "Parts that an interrupted calibration copied from the base profile.", NOTHING
-    ] = ()
     nodes: Annotated[Ranks | None, "Number of nodes; null: gpus / gpus_per_node, rounded up.", SPREAD] = None
     node_rank: Annotated[CountOrZero | None, "Rank of this node, from 0, if nodes are started by hand.", NOTHING] = None
     rdzv_endpoint: Annotated[
@@ -238,7 +212,6 @@ class ClusterConfig(HashedOnce):
         Example("node0:29500"),
         NOTHING,
     ] = None
-    rdzv_id: Annotated[str | None, "Name of the rendezvous, the same on all nodes of a run.", NOTHING] = None
     setup: Annotated[
         tuple[str, ...],
         "Shell lines that a Slurm job runs on its first node before the run; "
@@ -264,9 +237,6 @@ class ClusterConfig(HashedOnce):
         Example('["apptainer","exec","--nv","canzona.sif","canzona"]'),
         NOTHING,
     ] = ()
-    gpu_hour_price: Annotated[
-        Positive | None, "Price of one GPU for an hour, in any currency; dry runs then show the cost.", NOTHING
-    ] = None
 
     __hash__ = HashedOnce.__hash__
 
@@ -280,6 +250,11 @@ class ClusterConfig(HashedOnce):
         """Returns True if plans and runs may choose a fast path that the user did not ask for by name: on GPUs, one
         that has been verified there; on CPUs, any."""
         return self.device == "cpu" or path in self.verified
+
+    @property
+    def not_measured(self) -> tuple[str, ...]:
+        """The parts that an interrupted calibration copied from its base profile."""
+        return tuple(str(self.measured_on.get("not_measured", "")).split())
 
     @property
     def calibrated(self) -> bool:

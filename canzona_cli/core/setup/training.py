@@ -160,11 +160,6 @@ class TrainConfig:
     loss_spike: Annotated[
         LossSpike, "On a sudden rise of the loss: ignore it, warn, or stop without saving another checkpoint.", NOTHING
     ] = "warn"
-    loss_spike_sigmas: Annotated[
-        Positive,
-        "Standard deviations above the recent mean at which a loss counts as a spike, if it is also 5% above the mean.",
-        NOTHING,
-    ] = 8.0
     divergence: Annotated[
         Divergence,
         "If training diverges: stop and name the last checkpoint before the divergence, or warn and fail "
@@ -196,9 +191,6 @@ class TrainConfig:
     sample_prompt: Annotated[
         str | None, "The text that a sample continues; null: none, the sample begins a new document.", NOTHING
     ] = None
-    sample_tokens: Annotated[
-        Count, "Maximum number of tokens in a sample; prompt and sample together fit one sequence.", NOTHING
-    ] = 48
 
     @property
     def weight_bytes(self) -> int:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from canzona_cli.core.costs.buffers import bucket_elements, stage_weights
 from canzona_cli.core.costs.links import Groups, Links
-from canzona_cli.core.costs.model import NormClip, hop, layer_and_ends, passes, units_taken
+from canzona_cli.core.costs.model import PASS_S, NormClip, hop, layer_and_ends, passes, units_taken
 from canzona_cli.core.costs.modules import dispatch
 from canzona_cli.core.costs.sharing import shared_costs
 from canzona_cli.core.costs.update import adamw_seconds, algorithm_of, step_factor, update_costs, update_times
@@ -81,7 +81,7 @@ def least_step_seconds(setup: Setup, layout: Layout) -> float:
     """Returns a lower bound of `estimated_step_seconds`, quicker still: the forward and backward passes, as
     if the embedding and the output layer were not on the stage with the most layers."""
     layer_s, ends_s = layer_and_ends(setup, layout)
-    chunk_s = 1e-6 * setup.cluster.pass_us * 2 + 2 * hop(setup, layout).seconds
+    chunk_s = PASS_S * 2 + 2 * hop(setup, layout).seconds
     all_s = setup.model.num_layers * layer_s + layout.pp * layout.vpp * chunk_s + ends_s
     busiest_s = most_layers(setup.model.num_layers, layout) * layer_s + layout.vpp * chunk_s
     return layout.num_microbatches * busiest_s + (all_s - busiest_s) / layout.vpp

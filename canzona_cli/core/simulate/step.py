@@ -14,12 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from operator import itemgetter
 from types import MappingProxyType
 
 from canzona_cli.core.costs.links import Groups, Transfer
 from canzona_cli.core.costs.model import NormClip, stage_time, units_taken, zeroing_seconds
-from canzona_cli.core.costs.timeline import Timeline, slowdown
+from canzona_cli.core.costs.timeline import Timeline
 from canzona_cli.core.costs.update import ROUNDING, UpdateTime, algorithm_of, period_seconds, step_factor
 from canzona_cli.core.errors import ConfigError, Problem
 from canzona_cli.core.model.families import flops_per_token
@@ -104,10 +103,9 @@ def _check_utilisation(setup: Setup, layout: Layout, result: StrategyResult) -> 
     cluster, flops = setup.cluster, tokens * flops_per_token(setup.model, setup.train.seq_length)
     utilisation = flops / (result.iteration_s * layout.world_size * cluster.bf16_tflops * 1e12)
     if utilisation > 1:
-        factors = {name: getattr(cluster, name) for name in ("forward_factor", "backward_factor")}
-        name, factor = min(factors.items(), key=itemgetter(1))
+        name, factor = "pass_factors", min(cluster.pass_factors)
         reason = f"makes model FLOP utilisation {utilisation:.0%} of cluster.bf16_tflops={cluster.bf16_tflops:g}"
-        fix = f"use cluster.{name}=1.0, or measure it: canzona calibrate"
+        fix = "use cluster.pass_factors=[1,1], or measure it: canzona calibrate"
         if factor >= 1:
             name, factor = "bf16_tflops", cluster.bf16_tflops
             reason = f"makes model FLOP utilisation {utilisation:.0%}, because other rates of the profile are higher"
@@ -147,7 +145,7 @@ class _Simulation:
         self._iteration = IterationTimeline(
             layout,
             [self._stage_work(stage, chunks[stage], orders[stage]) for stage in stages],
-            Timeline(cores, cluster.crowding),
+            Timeline(cores),
             overlap_reduce=setup.parallel.overlap_grad_reduce,
             overlap_gather=overlap_gather,
             ahead=GATHERED_AHEAD if self._planned else 1,
@@ -162,7 +160,7 @@ class _Simulation:
         """The seconds of gathering after the updates of a stage's slowest rank, by stage; 0 if gathering
         overlaps with the next forward pass."""
         # The factor by which sharing cores slows down work that all ranks do at the same time.
-        self._crowd = 1.0 if cores is None else slowdown(layout.world_size / cores, cluster.crowding)
+        self._crowd = 1.0 if cores is None else max(1.0, layout.world_size / cores)
         self._finish()
 
     def in_tp_mode(self, mode: MuonTpMode) -> "_Simulation":

@@ -235,7 +235,7 @@ class UpdatePhase:
             All cells; and, for each stage, the seconds of gathering (as on idle cores) that are done before
             the stage's last update ends.
         """
-        timeline = Timeline(self._cores, self._setup.cluster.crowding)
+        timeline = Timeline(self._cores)
         groups = [(team, *self._add_team(timeline, index, team)) for index, team in enumerate(teams)]
         gathers = []
         for stage, transfers in enumerate(gathered or ()):

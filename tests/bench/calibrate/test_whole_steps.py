@@ -85,7 +85,7 @@ def test_whole_steps_scale_what_the_profile_said() -> None:
     steps = _Benches([PARTS, PARTS])
     found = with_steps(before, steps, written.append)
     assert steps.asked == [(steps.ranks, 1), (steps.ranks, 2)]
-    assert found.profile.forward_factor == pytest.approx(before.profile.forward_factor / 0.95, rel=1e-3)
+    assert found.profile.pass_factors[0] == pytest.approx(before.profile.pass_factors[0] / 0.95, rel=1e-3)
     assert found.profile.step_factors == factors([PARTS])[1]
     assert found.profile.measured_on["fitted_on"] == "TP2 DP2", "the layout of these benches, all the same"
     assert written == [found]
@@ -103,7 +103,7 @@ def test_without_whole_steps_a_calibration_is_marked(error: BaseException, statu
     found = with_steps(before, _Benches([error]), written.append)
     assert (found.outcome.status, found.outcome.exit_code) == (status, code)
     assert found.profile.not_measured == (*before.profile.not_measured, "steps")
-    assert (found.profile.step_factors, found.profile.forward_factor) == ({}, before.profile.forward_factor)
+    assert (found.profile.step_factors, found.profile.pass_factors) == ({}, before.profile.pass_factors)
     assert written == [found]
 
 
@@ -115,7 +115,7 @@ def test_a_bench_that_fails_takes_nothing_from_the_one_before_it() -> None:
     assert (found.outcome.status, found.outcome.exit_code) == ("failed", 70)
     assert found.outcome.message.startswith("bench of complete steps with TP 2: "), "which part it was"
     assert found.profile.not_measured == (*before.profile.not_measured, "steps")
-    assert replace(found.profile, not_measured=whole.not_measured, measured_on=whole.measured_on) == whole
+    assert replace(found.profile, measured_on=whole.measured_on) == whole
     assert written[0] == found
 
 
@@ -131,7 +131,7 @@ def test_no_measurement_of_a_calibration_is_beyond_another_one() -> None:
         name: replace(one, predicted=PARTS.strategies[name].predicted) for name, one in faster.strategies.items()
     })  # fmt: skip
     found = with_steps(calibration(slow), _Benches([faster, faster]), lambda _: None).profile
-    typed = replace(found, forward_factor=0.001, backward_factor=0.001, forward_module_us=0.0, backward_module_us=0.0)
+    typed = replace(found, pass_factors=(0.001, 0.001), module_us=(0.0, 0.0))
     config, layout = run("optimizer=adamw")
     for size in (1, 8, 64):
         mesh = replace(layout, micro_batch_size=size, global_batch_size=size * layout.dp)

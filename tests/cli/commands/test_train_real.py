@@ -22,7 +22,7 @@ from tests.training.trackers.test_follow import of_tensorboard
 RUN = ("recipe=tiny", "gpus=2", "parallel.tp=2", "optimizer=custom", "optimizer.source=sign.py:Sign")
 OPTIONS = ("optimizer.options.momentum=0.8", "optimizer.cost_like=adamw", "optimizer.lr=1e-4", "optimizer.min_lr=0")
 SMALL = ("model.num_layers=2", "train.seq_length=32", "train.global_batch_size=2", "train.eval_interval=6")
-SAMPLES = ("train.eval_sequences=6", "train.sample_every=4", "train.sample_prompt='import '", "train.sample_tokens=5")
+SAMPLES = ("train.eval_sequences=6", "train.sample_every=4", "train.sample_prompt='import '")
 RECORDED = ("train.steps=6", "run.profile_steps=[4,4]")
 SIGN = """
 import os
@@ -196,7 +196,7 @@ def test_any_checkpoint_is_evaluated_on_all_of_other_data_in_another_layout(trai
             2,
             "data.validation_fraction = 0",
         ),
-        (("data.tokenizer=bpe", "model.vocab_size=384", "data.tokenizer_vocab_size=300"), 2, "data.tokenizer = bpe"),
+        (("data.tokenizer=bpe", "model.vocab_size=384"), 2, "data.tokenizer = bpe"),
         (("gpus=64", "cluster.gpus_per_node=8", "train.global_batch_size=64"), 2, "gpus = 64"),
         (("gpus=3",), 2, "train.global_batch_size = 2"),
         (("cluster.memory_gib=0.751",), 4, "gpus = 2"),

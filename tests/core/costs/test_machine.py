@@ -39,7 +39,9 @@ def test_a_gpus_profile_is_about_the_gpu() -> None:
 
 
 def test_a_calibration_that_was_cut_off_says_what_it_lacks() -> None:
-    [said] = profile_warnings(replace(here(), not_measured=("model", "updates")), training=False)
+    [said] = profile_warnings(
+        replace(here(), measured_on={**here().measured_on, "not_measured": "model updates"}), training=False
+    )
     assert "model, updates come from profile cpu" in said
     assert not profile_warnings(here(), training=False)
 

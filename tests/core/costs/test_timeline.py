@@ -140,20 +140,3 @@ def test_cores_are_neither_exceeded_nor_left_idle(cores: int, works: list[tuple[
         now = sum(w for (_, _, w), when in zip(works, ran, strict=True) if when.start <= begin and when.end >= until)
         done += min(now, cores) * (until - begin)
     assert done == pytest.approx(demand)
-
-
-def test_crowded_cores_lose_up_to_their_crowding() -> None:
-    timeline = Timeline(cores=1, crowding=1.5)
-    for name in ("a", "b"):
-        timeline.add("work", name, seconds=1.0, cores=1.0)
-    timeline.add("work", "a", seconds=1.0, cores=1.0)
-    # Two on one core take three seconds instead of two; then the last has it alone.
-    assert ends(timeline) == [3.0, 3.0, 4.0]
-
-
-def test_crowding_starts_at_a_load_of_one() -> None:
-    timeline = Timeline(cores=2, crowding=1.5)
-    for name in ("a", "b", "c"):
-        timeline.add("work", name, seconds=1.0, cores=1.0)
-    # A load of 1.5, half way to the full crowding: 1.5 x 1.25 seconds for each.
-    assert ends(timeline) == pytest.approx([1.875] * 3)

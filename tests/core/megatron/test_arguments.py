@@ -11,8 +11,7 @@ from megatron.training import arguments as theirs
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.megatron_arguments import meaning, table
 from canzona_cli.config.megatron_parser import parser as rebuilt
-from canzona_cli.config.megatron_run import MegatronRun
-from canzona_cli.config.megatron_translation import read_megatron_run
+from canzona_cli.config.megatron_translation import MegatronRun, read_megatron_run
 from canzona_cli.config.schema import RunConfig
 
 FILES = Path(__file__).parents[2] / "config" / "megatron"
@@ -109,7 +108,7 @@ def test_what_megatron_prints_is_read_as_the_command_line_is(
     assert len(printed.no_effect) > 400
     assert (printed.not_understood, printed.assumed) == ((), ())
     assert config_of(printed) == config_of(listed)
-    for what in ("optimizer", "distributed", "tp_mode", "tp_overlap", "dispatch_overlap"):
+    for what in ("optimizer", "distributed", "tp_mode", "overlaps"):
         assert getattr(printed, what) == getattr(listed, what)
     assert len(printed.left_out) == len(listed.left_out)
     assert len(printed.plans_only) == len(listed.plans_only)

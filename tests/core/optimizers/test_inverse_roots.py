@@ -14,7 +14,7 @@ from canzona_cli.core.optimizers.shampoo_facts import NEWTON_MATMULS
 from . import reference as reference
 
 EPS = 1e-12
-"""`optimizer.shampoo_eps`, as it is unless a run says otherwise."""
+"""`shampoo_eps`, as every run has it."""
 SIDE = 96
 
 

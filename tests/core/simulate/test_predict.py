@@ -42,9 +42,7 @@ def test_megatrons_sc_splits_q_k_and_v_at_most() -> None:
 def test_what_whole_steps_took_scales_predictions_and_changes_no_plan() -> None:
     overrides = ["recipe=tiny", "gpus=4", "parallel.tp=2", "parallel.pp=1", "cluster.cores=8"]
     config, layout = resolve(compose_run(overrides).config)
-    measured = replace(
-        config, cluster=replace(config.cluster, cores=2, crowding=1.2, step_factors={"matrix_update": 2.0})
-    )
+    measured = replace(config, cluster=replace(config.cluster, cores=2, step_factors={"matrix_update": 2.0}))
     plan = make_plan(config.setup, layout)
     assert make_plan(measured.setup, layout).hash == plan.hash
     slow = replace(
@@ -53,11 +51,8 @@ def test_what_whole_steps_took_scales_predictions_and_changes_no_plan() -> None:
     one, two = predict(config.setup, layout, plan), predict(slow.setup, layout, plan)
     assert two.phases["matrix_update"] == pytest.approx(2 * one.phases["matrix_update"])
     assert two.phases["adamw_update"] == one.phases["adamw_update"]
-    slowdown = [
-        predict(replace(config, cluster=replace(config.cluster, cores=2, crowding=c)).setup, layout, plan)
-        for c in (1.0, 1.2)
-    ]
-    assert one.iteration_s < slowdown[0].iteration_s < slowdown[1].iteration_s <= 1.2 * slowdown[0].iteration_s + 1e-9
+    crowded = predict(replace(config, cluster=replace(config.cluster, cores=2)).setup, layout, plan)
+    assert one.iteration_s < crowded.iteration_s
 
 
 def test_megatrons_own_strategies_have_factors_of_their_own() -> None:

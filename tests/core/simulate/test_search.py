@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.remembered import RememberedLayouts
-from canzona_cli.config.resolve import fill, resolve
+from canzona_cli.config.resolve import RememberedLayouts, fill, resolve
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.memory import capacity, estimate
 from canzona_cli.core.errors import ConfigError, DoesNotFit

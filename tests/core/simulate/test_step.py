@@ -12,7 +12,7 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.buffers import bucket_elements
 from canzona_cli.core.costs.links import Transfer
-from canzona_cli.core.costs.model import StageTime, passes, stage_time
+from canzona_cli.core.costs.model import PASS_S, StageTime, passes, stage_time
 from canzona_cli.core.costs.modules import Module
 from canzona_cli.core.costs.timeline import Timeline
 from canzona_cli.core.costs.update import RULES, algorithm_of, flops, memory_rate, seconds
@@ -394,9 +394,9 @@ _TABLE = tuple(
 def test_collectives_of_ranks_that_share_cores_leave_most_of_them_to_others(mesh: Layout) -> None:
     """Four ranks compute on two cores at half speed; what they tell one another keeps no rank's whole core busy, and
     takes no longer on a processor that computes more slowly."""
-    cluster = replace(CPU, cores=2, collectives=_TABLE, pass_us=0.0)
+    cluster = replace(CPU, cores=2, collectives=_TABLE)
     for factor in (1.0, 3.0):
-        slower = replace(cluster, forward_factor=factor, backward_factor=factor)
+        slower = replace(cluster, pass_factors=(factor, factor))
         config = config_of("tiny", mesh, slower)
         apart = replace(config.parallel, overlap_grad_reduce=False, overlap_param_gather=False)
         config = replace(config, parallel=apart)
@@ -418,7 +418,7 @@ def test_every_pass_through_a_chunk_has_its_price() -> None:
     phases = [simulated(config_of("0.6b", mesh, FREE), mesh, "canzona").phases for mesh in (plain, deep)]
     for direction in ("forward", "backward"):
         longer = phases[1][direction] - phases[0][direction]
-        assert longer == pytest.approx(4 * 13 * 1e-6 * FREE.pass_us, rel=1e-6)
+        assert longer == pytest.approx(4 * 13 * PASS_S, rel=1e-6)
 
 
 @pytest.mark.parametrize("mesh", [layout(dp=2), layout(tp=4, pp=2, dp=2, count=4), layout(pp=3, vpp=4, count=3)])
