@@ -23,6 +23,7 @@ from canzona_cli.core.setup import ClusterConfig, Dispatcher, Layout
 from canzona_cli.core.simulate.predict import simulate_run
 from canzona_cli.core.simulate.search import candidates
 
+Precision = Literal["bf16", "fp8"]
 ROWS = Path(__file__).with_name("published.yaml")
 
 
@@ -66,7 +67,7 @@ class Series:
     batch_per_gpu: float | None = None
     """The sequences per step and GPU; null if `global_batch_size` is set."""
     global_batch_size: int | None = None
-    precision: Literal["bf16", "fp8"]
+    precision: Precision
     cluster: dict[str, bool | float] = field(default_factory=dict)
     """The cluster settings in which the run differed from the profile, according to its published
     description."""
@@ -89,11 +90,6 @@ class Series:
     source: str
     date: object
     """The year, month or day of publication."""
-
-    @property
-    def predicted(self) -> bool:
-        """True if canzona can train in this precision, so that a prediction is possible."""
-        return self.precision == "bf16"
 
     @property
     def publication(self) -> tuple[str, str]:
@@ -216,6 +212,7 @@ def run_of(series: Series, shape: Shape, gpus: int) -> tuple[RunConfig, Layout]:
         "train.seq_length": series.seq_length,
         "train.recompute": series.recompute,
         "train.grad_reduce_dtype": "bf16",
+        "train.fp8": "delayed" if series.precision == "fp8" else "none",
         **{f"model.{name}": value for name, value in shape.settings.items()},
         **{f"cluster.{name}": value for name, value in series.cluster.items()},
     }
@@ -225,20 +222,19 @@ def run_of(series: Series, shape: Shape, gpus: int) -> tuple[RunConfig, Layout]:
 
 
 def compare(published: Published, profile: Mapping[str, float] | None = None) -> Iterator[PredictedSeries]:
-    """Yields every series that canzona could run, with its predictions.
+    """Yields every series with its predictions.
 
     Args:
         profile: values that replace fields of the cluster profile (`ClusterConfig`).
     """
     for series in published.series:
-        if series.predicted:
-            shape = published.models[series.model]
-            rows = (_row(series, shape, gpus, profile or {}) for gpus in series.step_s)
-            yield PredictedSeries(series=series, rows=tuple(rows), experts=shape.num_experts is not None)
+        shape = published.models[series.model]
+        rows = (_row(series, shape, gpus, profile or {}) for gpus in series.step_s)
+        yield PredictedSeries(series=series, rows=tuple(rows), experts=shape.num_experts is not None)
 
 
 def counted_series(
-    compared: Sequence[PredictedSeries], *, fitted: bool = False, experts: bool = False
+    compared: Sequence[PredictedSeries], *, fitted: bool = False, experts: bool = False, precision: Precision = "bf16"
 ) -> list[PredictedSeries]:
     """Returns the series whose errors are in one summary.
 
@@ -246,8 +242,13 @@ def counted_series(
         fitted: True for the series to which something is fitted; False for those that are a test.
         experts: True for the series of models with experts; False for all other series.
     """
-    counted = (predicted for predicted in compared if predicted.series.why_not_counted is None)
-    return [predicted for predicted in counted if (predicted.series.fitted, predicted.experts) == (fitted, experts)]
+    kind = (None, fitted, experts, precision)
+
+    def kind_of(predicted: PredictedSeries) -> tuple[object, ...]:
+        series = predicted.series
+        return series.why_not_counted, series.fitted, predicted.experts, series.precision
+
+    return [predicted for predicted in compared if kind_of(predicted) == kind]
 
 
 def mean_absolute_error(compared: Sequence[PredictedSeries]) -> float:
@@ -278,7 +279,7 @@ def compare_orders(compared: Sequence[PredictedSeries]) -> Iterator[tuple[Predic
 
 def _conditions(series: Series) -> tuple[object, ...]:
     """Returns the conditions of a series. Layouts can be compared only under equal conditions."""
-    return series.model, series.seq_length, series.publication
+    return series.model, series.precision, series.seq_length, series.publication
 
 
 def _row(series: Series, shape: Shape, gpus: int, profile: Mapping[str, float]) -> Row:

@@ -356,6 +356,8 @@ class _Translation:
         if self._on("bf16"):
             reduced = "bf16" if self._on("grad_reduce_in_bf16") else "fp32"
             self._set("train.grad_reduce_dtype", reduced, "grad_reduce_in_bf16")
+        if self._text("fp8"):
+            self._set("train.fp8", self._text("fp8_recipe"), "fp8_recipe")
         data = self._text("data_path") or ""
         if len(data.split()) == 1:
             self._set("data.path", text_value(data), "data_path")

@@ -106,7 +106,12 @@ _OTHERWISE: Final[Mapping[str, tuple[str, str]]] = {
         "init=DIR starts from the weights of a Hugging Face folder",
     ),
     "dp data_parallel data_parallel_size replicate": ("is gpus / (tp * pp * cp)", "set gpus=N"),
-    "fp8 float8 fp4 mxfp8 nvfp4": ("canzona does not have FP8", "use train.precision=bf16"),
+    "float8 fp8_recipe fp8_format mxfp8 transformer_engine_fp8": (
+        "is a value of one setting",
+        "write train.fp8=delayed",
+    ),
+    "fp8_param fp8_param_gather fp8_params": ("weights stay bf16 and are gathered in bf16", "leave it out"),
+    "fp4 nvfp4": ("canzona does not have FP4", "use train.precision=bf16"),
     "fp16": ("canzona does not train in fp16", "use train.precision=bf16"),
     "bf16": ("is a value of train.precision", "write train.precision=bf16, or fp32"),
     "accumulation accumulate": (

@@ -128,6 +128,8 @@ Side = Annotated[int, Range(at_least=1, at_most=1 << 24)]
 """The size of one dimension, such as the rows of a weight or the tokens of a sequence."""
 Ranks = Annotated[int, Range(at_least=1, at_most=1 << 17)]
 Precision = Literal["bf16", "fp32"]
+Fp8Recipe = Literal["tensorwise", "delayed", "blockwise", "mxfp8"]
+"""The ways in which Transformer Engine scales FP8 tensors, by Megatron's names."""
 """A data type that a setting can choose for weights and matmuls, for sums of gradients, or for messages."""
 
 

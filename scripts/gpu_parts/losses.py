@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from typing import Final
 
 FACTOR: Final = 4.0
+FP8_APART: Final = 0.03
+"""The largest accepted relative distance of a loss with FP8 matmuls from that with bf16 ones, which a tensor scaled
+wrongly exceeds. In published training both agree within a run's noise (Micikevicius et al. 2022, arXiv 2209.05433)."""
 HALF_UNIT: Final = 2.0**-9
 """Half a unit in the last place, relative to the value: bf16 has eight bits of significand."""
 
@@ -50,3 +53,9 @@ def compare_curves(checked: Curve, expected: Curve, exact: Curve, *, steps: int 
     distances = [abs(checked[step] - expected[step]) for step in compared]
     finite = all(map(math.isfinite, distances))  # max() may skip a NaN
     return Distance(distance=max(distances) if finite else math.inf, bound=max(FACTOR * rounding, least))
+
+
+def fp8_distance(checked: Curve, bf16: Curve) -> Distance:
+    """Compares the losses of a run with FP8 matmuls with those of a bf16 run of the same steps."""
+    relative = [abs(checked[step] / bf16[step] - 1) for step in sorted(checked)]
+    return Distance(distance=max(relative) if all(map(math.isfinite, relative)) else math.inf, bound=FP8_APART)

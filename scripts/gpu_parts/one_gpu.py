@@ -1,6 +1,7 @@
 """The parts of the check on one GPU: training like CPU ranks, checkpoints for CPU ranks, memory, calibration."""
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, Literal
 
@@ -9,7 +10,7 @@ import yaml
 from canzona_cli.config.compose import compose_run
 from canzona_cli.core.costs.machine import install_fused_layers
 from canzona_cli.core.planner.plan_file import read_plan
-from gpu_parts.losses import Distance, compare_curves
+from gpu_parts.losses import Distance, compare_curves, fp8_distance
 from gpu_parts.outcome import Comparison, Outcome, Setup, Status
 from gpu_parts.runs import Run, finish, on_device, run, start, train
 from gpu_parts.traces import read_steps
@@ -97,7 +98,25 @@ def fused(setup: Setup) -> Outcome:
     if importlib.util.find_spec("transformer_engine") is None:
         return Outcome(status="not run", summary=f"Transformer Engine is not installed: {install_fused_layers()}")
     run(setup, "cpu")
-    return against_cpu(setup, train(setup, {"te": continued(setup, *on_device(setup, fused=True))})["te"])
+    fused = on_device(setup, fused=True)
+    [recipe, *_] = compose_run([f"cluster={setup.profile}", "recipe=qwen3-tiny"]).config.cluster.fp8_recipes or ["none"]
+    trained = train(
+        setup,
+        {
+            "te": continued(setup, *fused),
+            **({} if recipe == "none" else {"te-fp8": continued(setup, *fused, f"train.fp8={recipe}")}),
+        },
+    )
+    outcome = against_cpu(setup, trained["te"])
+    if "te-fp8" not in trained:
+        return outcome
+    fp8 = fp8_distance(trained["te-fp8"].losses, trained["te"].losses)
+    return replace(
+        outcome,
+        status=outcome.status if fp8.holds else "short",
+        summary=f"{outcome.summary}; losses in FP8 ({recipe}) {fp8}",
+        numbers={**outcome.numbers, "fp8": trained["te-fp8"].losses},
+    )
 
 
 def experts(setup: Setup) -> Outcome:

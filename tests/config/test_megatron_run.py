@@ -224,7 +224,7 @@ def test_what_canzona_leaves_out_is_listed_with_its_value(tmp_path: Path) -> Non
         ("--num-experts 8 --qk-layernorm --moe-layer-freq ([0]*1+[1]*3)", "--moe-layer-freq"),
         ("--num-experts 8 --qk-layernorm --moe-layer-freq 2", "--moe-layer-freq"),
         ("--mtp-num-layers 1", "--mtp-num-layers"),
-        ("--fp8-format hybrid", "--fp8-format"),
+        ("--fp8-format hybrid --fp8-param-gather", "--fp8-param-gather"),
         ("--use-megatron-fsdp", "--use-megatron-fsdp"),
         ("--position-embedding-type yarn", "--position-embedding-type"),
         ("--decoder-last-pipeline-num-layers 2", "--decoder-last-pipeline-num-layers"),

@@ -191,7 +191,7 @@ def test_a_name_of_another_program_is_answered_with_a_setting_that_exists(name: 
         ("data.valid_path", "data.validation_fraction"),
         ("parallel.dp", "gpus / (tp * pp * cp)"),
         ("parallel.fsdp", "does not have FSDP"),
-        ("train.fp8", "does not have FP8"),
+        ("train.mxfp8", "train.fp8=delayed"),
         ("bf16", "train.precision=bf16"),
         ("trainer.log_every_n_steps", "every step is logged"),
         ("num_train_epochs", "train.steps=N"),

@@ -17,7 +17,7 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.config.resolve import resolve
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.megatron import model, parallel
-from canzona_cli.core.setup import Precision
+from canzona_cli.core.setup import Fp8Recipe, Precision
 from canzona_cli.training.step import train_step
 from tests.cuda_stand_in import DEVICE, cuda_stand_in
 from tests.dist.engine_support import Digests, batches, heard, weights
@@ -118,6 +118,20 @@ def test_angles_are_applied_by_transformer_engine(device: str, engine: bool, mon
     world = cast(parallel.World, SimpleNamespace(device=torch.device(device), layout=LAYOUT))
     model.transformer_config(config.setup, world, compiled=False)
     assert asked["apply_rope_fusion"] == (engine and device == "cuda")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "form"), [("tensorwise", "hybrid"), ("delayed", "hybrid"), ("blockwise", "e4m3"), ("mxfp8", "e4m3")]
+)
+def test_megatron_gets_the_fp8_recipe(recipe: Fp8Recipe, form: str) -> None:
+    config = replace(CONFIG, train=replace(CONFIG.train, fp8=recipe))
+
+    def rank() -> tuple[object, ...]:
+        made = model.transformer_config(config.setup, _start(), compiled=False)
+        return made.fp8, made.fp8_recipe, made.fp8_param, made.fp8_amax_compute_algo, made.fp8_wgrad
+
+    algorithm = "max" if recipe == "delayed" else "most_recent"
+    assert run_ranks(2, rank)[0] == (form, recipe, False, algorithm, True)
 
 
 def test_gradients_added_to_main_grad_by_the_layers_are_those_that_hooks_add() -> None:

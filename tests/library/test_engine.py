@@ -212,7 +212,6 @@ OTHER_VALUES: dict[str, object] = {
     "num_moe_experts": 4,
     "experimental_attention_variant": "dsa",
     "mtp_num_layers": 1,
-    "fp8": "hybrid",
     "fp4": "e2m1",
     "cuda_graph_impl": "local",
     "num_layers_in_first_pipeline_stage": 1,

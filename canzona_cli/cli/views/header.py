@@ -64,7 +64,13 @@ def describe_optimizer(config: RunConfig) -> str:
     words = optimizer_words(name, config.engine.strategy)
     lr, adamw_lr = config.optimizer.lr, config.optimizer.adamw_rates.lr
     rates = f"{lr:g}" if adamw_lr == lr else f"{lr:g}, AdamW {adamw_lr:g},"
-    return f"{words}, lr {rates} {config.schedule.decay}, {config.train.precision}"
+    return f"{words}, lr {rates} {config.schedule.decay}, {describe_precision(config)}"
+
+
+def describe_precision(config: RunConfig) -> str:
+    """Returns `bf16`, or `bf16 with FP8 matmuls (delayed)`."""
+    train = config.train
+    return train.precision if train.fp8 == "none" else f"{train.precision} with FP8 matmuls ({train.fp8})"
 
 
 def describe_data(config: RunConfig, corpus: PreparedCorpus | None) -> str:

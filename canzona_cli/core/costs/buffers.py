@@ -127,7 +127,35 @@ def layer_activations(setup: Setup, family: Family, layout: Layout, recompute: R
         for attention in attentions:
             queries, keys = attention.queries * tokens // t, attention.keys * tokens // t
             cut += 2 * layout.cp * keys - keys + (0 if on_cpu else queries)
-    return width * (activations.stream * stream + cut)
+    return width * (activations.stream * stream + cut) + _fp8_inputs(setup, family, layout)
+
+
+def _fp8_inputs(setup: Setup, family: Family, layout: Layout) -> int:
+    """Counts the bytes by which a layer's activations grow if matmuls keep their inputs in FP8; usually they
+    shrink.
+
+    An input in FP8 takes one byte an element in place of two. The input of proj takes one more, because core attention
+    keeps its output in bf16. Transformer Engine's modules keep the copy along columns only."""
+    if setup.train.fp8 == "none":
+        return 0
+    tokens, stream = micro_batch_tokens(setup, layout), stream_elements(setup, layout)
+    grown = 0
+    for work in family.modules(setup.model):
+        if work.experts > 1:
+            copies = tokens * work.experts_per_token * layout.expert_tp // layout.tp
+            width = work.weight.cols // (layout.expert_tp if work.weight.cut == "cols" else 1)
+            grown -= copies * width
+        elif work.weight.cut == "cols":
+            grown += (1 if work.part == "proj" else -1) * tokens * work.weight.cols // layout.tp
+        else:
+            grown -= stream
+    return grown
+
+
+def weight_copies(setup: Setup, layout: Layout, stage: int) -> int:
+    """Counts the bytes of a stage's weights in FP8, along rows and along columns, which Transformer Engine keeps from
+    the first to the last micro-batch of a step."""
+    return 0 if setup.train.fp8 == "none" else 2 * stage_weights(setup, layout, stage).matrices
 
 
 @dataclass(frozen=True, kw_only=True)

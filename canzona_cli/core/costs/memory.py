@@ -21,7 +21,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 
-from canzona_cli.core.costs.buffers import StageWeights, bucket_elements, stage_weights, stored_shapes, transient
+from canzona_cli.core.costs.buffers import (
+    StageWeights,
+    bucket_elements,
+    stage_weights,
+    stored_shapes,
+    transient,
+    weight_copies,
+)
 from canzona_cli.core.costs.padding import lay_out
 from canzona_cli.core.costs.scratch import BATCH_BYTES, FP32, least_workspace_bytes
 from canzona_cli.core.costs.update import RULES, algorithm_of
@@ -159,7 +166,7 @@ def _lasting(setup: Setup, algorithm: Algorithm, layout: Layout, stage: int) -> 
         exchange += least_buffer_bytes(setup, layout, stage)
     elif setup.execution is Execution.REDUNDANT:
         exchange += FP32 * _gathered_elements(setup, layout)
-    return weight_bytes * stored, gradient_bytes * stored, state, exchange
+    return weight_bytes * stored + weight_copies(setup, layout, stage), gradient_bytes * stored, state, exchange
 
 
 def _state_on_fullest(

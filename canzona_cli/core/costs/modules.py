@@ -11,17 +11,18 @@ divided among e ranks (`Layout.ep`). Then a rank sends k T / t copies of tokens 
 k T e / (t E) for each of its E / e experts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from statistics import NormalDist
+from types import MappingProxyType
 from typing import NamedTuple
 
 from canzona_cli.core.costs.buffers import micro_batch_tokens, stream_elements
 from canzona_cli.core.costs.links import Group, Groups, Link, Links, Transfer
-from canzona_cli.core.costs.update import matmul_rate, matmul_seconds, memory_rate, rates
+from canzona_cli.core.costs.update import Unit, matmul_rate, matmul_seconds, memory_rate, rates
 from canzona_cli.core.model.families import family_of
 from canzona_cli.core.model.family import Attention, Part, Weight, Work
-from canzona_cli.core.setup import ClusterConfig, Layout, Setup
+from canzona_cli.core.setup import ClusterConfig, Fp8Recipe, Layout, Setup
 from canzona_cli.core.setup.execution import dispatcher_of
 
 ELEMENTWISE_PASSES = {True: 1.2, False: 3.0}
@@ -56,6 +57,10 @@ QK_NORM_PASSES = 5.8
 """The time of a norm over rows of 128 elements (QK-norm) relative to a norm over full rows with the same
 number of elements in total: 345 us to 60 us (B200, https://github.com/flashinfer-ai/flashinfer/issues/2396,
 2026-01)."""
+CAST_BYTES: Mapping[Fp8Recipe, int] = MappingProxyType({"tensorwise": 6, "delayed": 4, "blockwise": 4, "mxfp8": 4})
+"""The bytes of memory traffic that it takes to cast one bf16 element to FP8, once along rows and once along columns: 2
+read and 2 written; tensorwise first reads the 2 bytes once more, to find the largest element. Casts of weights are not
+counted: they are made once in a step."""
 STREAMS = 4
 """The number of expert GEMMs that run concurrently on the streams of Transformer Engine's grouped linear
 layers. Concurrent GEMMs take less time than GEMMs one after another if a single GEMM leaves parts of the GPU
@@ -163,6 +168,7 @@ class ModuleTimes:
         """Returns one module of the first layer."""
         config, layout, tokens = self._setup, self._layout, self._tokens
         products_s = products_seconds(config, layout, work)
+        cast_s, cast_back_s = cast_seconds(config, layout, work)
         weights = _held_experts(layout, work) * _held_weight(layout, work).elements
         moved_elements: float = work.stream * self._stream + tokens * (work.elements // layout.tp)
         moved_elements += tokens * work.copied * copy_passes(config, layout)
@@ -178,8 +184,8 @@ class ModuleTimes:
                 moved_elements += RING_PASSES * (layout.cp - 1) * tokens * (attention.queries // layout.tp)
             elif layout.cp > 1:
                 starts += CUT_STARTS
-        computed_s = products_s + core_s + self._memory_s * moved_elements
-        computed_back_s = 2 * products_s + core_backward_s + 2 * self._memory_s * moved_elements
+        computed_s = products_s + cast_s + core_s + self._memory_s * moved_elements
+        computed_back_s = 2 * products_s + cast_back_s + core_backward_s + 2 * self._memory_s * moved_elements
         forward_s, backward_s = self._on_slowest_gpu(computed_s, computed_back_s + self._accumulate_s * weights, starts)
         core_again_s, _ = self._on_slowest_gpu(core_s, 0.0, starts=0.0)
         dispatched = work.experts > 1 and layout.ep > 1
@@ -322,16 +328,39 @@ def _held_experts(layout: Layout, work: Work) -> int:
 def products_seconds(setup: Setup, layout: Layout, work: Work) -> float:
     """Returns the seconds that a module's matmuls take in the forward pass of a micro-batch."""
     cluster, weight, experts = setup.cluster, _held_weight(layout, work), _held_experts(layout, work)
-    copies = micro_batch_tokens(setup, layout) * work.experts_per_token * layout.expert_tp // layout.tp
-    tokens = max(1, copies // experts) if work.experts > 1 else micro_batch_tokens(setup, layout)
-    volume = float(tokens * weight.elements)
+    volume = float(_tokens(setup, layout, work) * weight.elements)
     side = volume ** (1 / 3)
     if cluster.device == "cuda" and experts > 1:
         # Concurrent GEMMs run at the rate of one GEMM of their total volume, but not faster than a
         # GEMM of the smallest size in the profile's table.
         smallest, _ = rates(cluster)[0]
         side = max(side, min(float(smallest), side * min(STREAMS, experts) ** (1 / 3)))
-    return experts * 2.0 * volume / matmul_rate(cluster, side, setup.train.precision)
+    unit: Unit = "fp8" if setup.train.fp8 != "none" else setup.train.precision
+    return experts * 2.0 * volume / matmul_rate(cluster, side, unit)
+
+
+def cast_seconds(setup: Setup, layout: Layout, work: Work) -> tuple[float, float]:
+    """Returns the seconds that it takes to cast the inputs of a module's matmuls to FP8, in the forward pass of a
+    micro-batch, and the gradients of their outputs in the backward pass."""
+    if setup.train.fp8 == "none":
+        return 0.0, 0.0
+    weight = _held_weight(layout, work)
+    row_s = (
+        _held_experts(layout, work)
+        * _tokens(setup, layout, work)
+        * CAST_BYTES[setup.train.fp8]
+        / memory_rate(setup.cluster)
+    )
+    return row_s * weight.cols, row_s * weight.rows
+
+
+def _tokens(setup: Setup, layout: Layout, work: Work) -> int:
+    """Returns the tokens of a micro-batch on a rank that one weight of a module multiplies."""
+    tokens = micro_batch_tokens(setup, layout)
+    if work.experts == 1:
+        return tokens
+    copies = tokens * work.experts_per_token * layout.expert_tp // layout.tp
+    return max(1, copies // _held_experts(layout, work))
 
 
 def launch_seconds(cluster: ClusterConfig, seconds: float) -> float:

@@ -34,7 +34,7 @@ from canzona_cli.core.setup import (
 
 Implementation = Literal["canzona", "megatron"]
 """The code that runs an update."""
-Unit = Literal["bf16", "tf32", "fp32"]
+Unit = Literal["fp8", "bf16", "tf32", "fp32"]
 """The number format of a matmul."""
 
 COPY_EFFICIENCY = 0.9
@@ -49,6 +49,10 @@ another: 4 us with torch.linalg.qr of fp32 squares of 256 to 4096 (FlagGems pull
 EIGH_PASSES = 2
 """The number of times that an eigendecomposition goes through the columns: on the way to the tridiagonal form
 and back. A derived 11.7 ms for side 1024 (DASH, Shampoo on H100s) is all that is known."""
+FP8_RATE, FP8_SUSTAINED = 2.0, 1.9
+"""The rate of FP8 matmuls relative to bf16 ones of the same size, and the sustained rate under the power limit relative
+to that of bf16: the peaks of Hopper and Blackwell differ by 2; 1,350 TFLOP/s was chosen for an H100 with the first FP8
+series of scripts/published.yaml in sight."""
 ADAMW_BYTES = {True: 30, False: 86}
 """The bytes of AdamW's memory traffic per element. With Transformer Engine's fused kernel (True): gradient 4
 read, master and both moments 4 read and 4 written each, bf16 weight 2 written. With torch's foreach passes
@@ -321,13 +325,16 @@ def matmul_rate(cluster: ClusterConfig, size: float, unit: Unit) -> float:
 
     In bf16, the rate comes from the profile's table. It is linear in log(size) between two sizes,
     proportional to the size below the smallest (a small matmul leaves units idle), constant above the
-    largest, and limited by the sustained rate under the power limit. In fp32 and TF32, the rate is the same
+    largest, and limited by the sustained rate under the power limit. In FP8 both are multiplied
+    (`FP8_RATE`, `FP8_SUSTAINED`). In fp32 and TF32, the rate is the same
     for all sizes.
     """
-    if unit != "bf16":
+    if unit in ("tf32", "fp32"):
         fp32 = cluster.fp32_tflops or cluster.bf16_tflops / 16
         return 1e12 * (fp32 if unit == "fp32" else cluster.tf32_tflops or fp32)
-    return 1e12 * min(_interpolated(rates(cluster), size), cluster.sustained_tflops or math.inf)
+    faster, sustained = (FP8_RATE, FP8_SUSTAINED) if unit == "fp8" else (1.0, 1.0)
+    limit = sustained * (cluster.sustained_tflops or math.inf)
+    return 1e12 * min(faster * _interpolated(rates(cluster), size), limit)
 
 
 def rates(cluster: ClusterConfig) -> tuple[tuple[int, float], ...]:

@@ -90,7 +90,7 @@ MODEL: Final = (
         "use a gated activation (--swiglu)",
     ),
     Limit("qk_clip", False, "it would change weights, but not the masters that the engine keeps"),
-    Limit("fp8", None, UNTRIED),
+    Limit("fp8_param", False, "weights are gathered in bf16 or fp32"),
     Limit("fp4", None, UNTRIED),
     Limit("cuda_graph_impl", "none", UNTRIED),
     Limit("num_layers_in_first_pipeline_stage", None, _EVEN_STAGES),

@@ -94,7 +94,21 @@ def transformer_config(setup: Setup, world: World, *, compiled: bool) -> Transfo
         # (model_parallel_config.py), which the versions that canzona supports do not have.
         batch_p2p_sync=False,
         **recompute_settings[layout.recompute],
+        **fp8_settings(setup),
     )
+
+
+def fp8_settings(setup: Setup) -> dict[str, object]:
+    """Returns Megatron's settings for `train.fp8`; none if matmuls are not in FP8.
+
+    Gradients are in e5m2 if a tensor has one scale, which does not cover their range in e4m3. Delayed scales come from
+    the largest values of the last 1,024 steps, as Transformer Engine recommends."""
+    recipe = setup.train.fp8
+    if recipe == "none":
+        return {}
+    format_of = "e4m3" if recipe in ("blockwise", "mxfp8") else "hybrid"
+    history: dict[str, object] = {"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
+    return {"fp8": format_of, "fp8_recipe": recipe, **(history if recipe == "delayed" else {})}
 
 
 def build_model(setup: Setup, world: World) -> list[torch.nn.Module]:

@@ -57,6 +57,7 @@ def subject(setup: Setup, layout: Layout, shapes: ModelShapes | None = None) -> 
                 "seq_length": setup.train.seq_length,
                 "micro_batch_size": setup.train.micro_batch_size,
                 "recompute": setup.train.recompute,
+                **({} if setup.train.fp8 == "none" else {"fp8": setup.train.fp8}),
             }
         ),
         profile=MappingProxyType(

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
 
-from canzona_cli.core.costs.buffers import stage_weights, transient
+from canzona_cli.core.costs.buffers import stage_weights, transient, weight_copies
 from canzona_cli.core.costs.memory import Memory, capacity, estimate, factor_bytes, headroom, optimizer_state
 from canzona_cli.core.costs.scratch import FP32, batch_slices, workspace_bytes
 from canzona_cli.core.model.families import interleaved_kinds
@@ -290,7 +290,7 @@ def _stage_memory(setup: Setup, layout: Layout, plan: Plan, stage: int) -> PlanM
     return PlanMemory(
         parts=MappingProxyType(
             {
-                "weights": weight_bytes * stored,
+                "weights": weight_bytes * stored + weight_copies(setup, layout, stage),
                 "gradients": gradient_bytes * stored,
                 "padding": (weight_bytes + gradient_bytes) * padding,
                 **varying(worst),

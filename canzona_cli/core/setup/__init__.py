@@ -7,7 +7,7 @@ say, or that there is no value. To add a setting, add one annotated field here (
 line to each recipe that needs a value other than the default.
 """
 
-from canzona_cli.core.fields import Precision
+from canzona_cli.core.fields import Fp8Recipe, Precision
 from canzona_cli.core.optimizers.adamw_facts import AdamWConfig
 from canzona_cli.core.optimizers.facts import Clip, Form, OptimizerBase, RootMethod
 from canzona_cli.core.optimizers.muon_facts import (

@@ -15,6 +15,7 @@ from canzona_cli.core.fields import (
     Example,
     Factor,
     Finite,
+    Fp8Recipe,
     NotNegative,
     Positive,
     Range,
@@ -98,6 +99,12 @@ class ClusterConfig(HashedOnce):
         "Highest rate of bf16 matmuls that the GPU sustains at its power limit; null: no limit on matmul_tflops.",
         Example("700"),
     ] = None
+    fp8_recipes: Annotated[
+        tuple[Fp8Recipe, ...],
+        "Values of train.fp8 that Transformer Engine supports on these GPUs.",
+        Example("[tensorwise,delayed]"),
+        NOTHING,
+    ] = ()
     bf16_in_fp32: Annotated[
         bool,
         "CPU ranks only: the processor has no bf16 instructions, so bf16 matmuls are computed in fp32. "

@@ -14,6 +14,7 @@ from canzona_cli.core.fields import (
     Count,
     CountOrZero,
     Epsilon,
+    Fp8Recipe,
     Positive,
     Precision,
     Range,
@@ -151,6 +152,12 @@ class TrainConfig:
         SPREAD | PLAN,
     ] = None
     precision: Annotated[Precision, "bf16 weights with fp32 masters, or all in fp32.", CURVE | PLAN] = "bf16"
+    fp8: Annotated[
+        Literal["none"] | Fp8Recipe,
+        "Run the layers' matmuls in FP8, by Transformer Engine with this scaling recipe. Weights, gradients, masters,"
+        " optimizers, core attention and the output layer stay as they are, and MFU stays relative to the bf16 peak.",
+        CURVE | PLAN,
+    ] = "none"
     grad_reduce_dtype: Annotated[Precision, "Precision of gradient sums over DP ranks.", CURVE | PLAN] = "fp32"
     non_finite: Annotated[
         NonFinite,

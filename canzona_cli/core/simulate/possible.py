@@ -9,7 +9,13 @@ from operator import attrgetter
 
 from canzona_cli.core.errors import ConfigError, Problem, refuse
 from canzona_cli.core.setup import Layout, Recompute, Setup
-from canzona_cli.core.setup.layout_rules import divisors, layout_problems, may_have_whole_experts, possible_tp
+from canzona_cli.core.setup.layout_rules import (
+    divides_fp8,
+    divisors,
+    layout_problems,
+    may_have_whole_experts,
+    possible_tp,
+)
 from canzona_cli.core.setup.problems import problem_with, with_own_values
 from canzona_cli.core.setup.stages import possible_pp, possible_vpp
 
@@ -161,6 +167,8 @@ def _meshes(setup: Setup) -> Iterator[tuple[int, int, int, int, int]]:
             if parallel.sequence_parallel and tp == 1:
                 continue
             if cuts_sequence and tp > 1 and sequence % (tp * cp):
+                continue
+            if not divides_fp8(setup, tp, cp):
                 continue
             for pp in pps:
                 if setup.gpus % (tp * pp * cp) == 0 and setup.gpus // pp % (parallel.ep or 1) == 0:
