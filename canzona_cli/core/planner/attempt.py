@@ -15,7 +15,7 @@ from canzona_cli.core.costs.sharing import HOSTED, SharedCosts
 from canzona_cli.core.costs.update import rounded
 from canzona_cli.core.model.matrices import Matrix
 from canzona_cli.core.planner.assign import assign
-from canzona_cli.core.planner.buckets import Pool, buckets, pool_buckets, typical_pools
+from canzona_cli.core.planner.buckets import Pool, alike_pools, buckets, pool_buckets, typical_pools
 from canzona_cli.core.planner.exposure import Exposure, Outline
 from canzona_cli.core.planner.groups import Grouping
 from canzona_cli.core.planner.pipeline import HostedPipeline
@@ -266,18 +266,16 @@ class Attempt:
         return self._laid_out[key]
 
     def _buckets(self, candidate: Candidate) -> tuple[Bucket, ...]:
-        """Returns the buckets of all pools. The buckets of all expert-parallel ranks are reduced and gathered
-        like those of the first rank."""
-        if self._layout.ep == 1:
-            return candidate.buckets
-        made = buckets(self._members, candidate.assignment, self._layout, self._settings, candidate.limit)
+        """Returns the buckets of all pools. The buckets of alike pools are reduced and gathered in the same ways."""
+        alike = alike_pools(self._members)
         typical: dict[Pool, list[Bucket]] = defaultdict(list)
         for bucket in candidate.buckets:
             typical[Pool(bucket.stage, bucket.expert_rank)].append(bucket)
+        made = buckets(self._members, candidate.assignment, self._layout, self._settings, candidate.limit)
         return tuple(
             replace(bucket, reduction=typical_bucket.reduction, gathering=typical_bucket.gathering)
-            for (stage, rank), of_pool in groupby(made, lambda bucket: (bucket.stage, bucket.expert_rank))
-            for bucket, typical_bucket in zip(of_pool, typical[Pool(stage, None if rank is None else 0)], strict=True)
+            for place, of_pool in groupby(made, lambda bucket: Pool(bucket.stage, bucket.expert_rank))
+            for bucket, typical_bucket in zip(of_pool, typical[alike[place]], strict=True)
         )
 
 

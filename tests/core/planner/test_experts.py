@@ -18,6 +18,7 @@ from canzona_cli.core.model.matrices import Matrix
 from canzona_cli.core.model.matrices import matrices as matrices_of
 from canzona_cli.core.planner.assign import assign
 from canzona_cli.core.planner.bounds import stage_bound
+from canzona_cli.core.planner.buckets import Pool, typical_pools
 from canzona_cli.core.planner.make import make_plan
 from canzona_cli.core.planner.measures import balance
 from canzona_cli.core.planner.memory import plan_memory
@@ -206,6 +207,13 @@ def test_buckets_of_experts_end_where_owners_can_have_equal_shares() -> None:
     assert [bucket.elements // size for bucket in of_first[:-1]] == [8] * (len(of_first) - 1)
     assert sum(bucket.elements for bucket in of_first) == 6 * 4 * 3 * size
     assert all(bucket.padding == 0 for bucket in of_first)
+
+
+def test_later_stages_and_the_experts_of_later_ranks_are_alike() -> None:
+    mesh = replace(layout(pp=4, dp=4), ep=2)
+    assert typical_pools(members(mesh, layers=8)) == [Pool(0), Pool(0, 0), Pool(1), Pool(1, 0)]
+    # The last stage has one layer, the others two.
+    assert typical_pools(members(mesh, layers=7)) == [Pool(0), Pool(0, 0), Pool(1), Pool(1, 0), Pool(3), Pool(3, 0)]
 
 
 def test_a_rank_stores_a_share_of_the_experts_whole() -> None:
