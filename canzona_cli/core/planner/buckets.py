@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from canzona_cli.core.costs.padding import align, bucket_end, shard_elements
 from canzona_cli.core.model.matrices import Matrix
-from canzona_cli.core.planner.plan import Assignment, Bucket, Cell, PlanSettings, Range
+from canzona_cli.core.planner.plan import Assignment, Bucket, Cell, PlanSettings, Range, SameObject
 from canzona_cli.core.setup import Mesh
 
 
@@ -109,14 +109,14 @@ def pools(matrices: Sequence[Matrix]) -> list[Pool]:
 
 def pool_matrices(matrices: Sequence[Matrix]) -> Mapping[Pool, Sequence[Matrix]]:
     """Returns the matrices of each pool, in order, by the pools of `pools`."""
-    return _pooled(_CacheKey(matrices))
+    return _pooled(SameObject(matrices))
 
 
 def alike_pools(matrices: Sequence[Matrix]) -> Mapping[Pool, Pool]:
     """Returns, for each pool, the first pool with the same matrices in the same order, except for their names and
     numbers. Most stages are alike, and so are the experts of all expert-parallel ranks. The first stage is like no
     other, because only its buffers are cut into buckets."""
-    return _alike(_CacheKey(matrices))
+    return _alike(SameObject(matrices))
 
 
 def typical_pools(matrices: Sequence[Matrix]) -> list[Pool]:
@@ -143,7 +143,7 @@ def cut(
 
 def pool_parameters(matrices: Sequence[Matrix], pool: Pool, tp: int) -> list[Parameter]:
     """Lists the parameters of a pool in registration order. The list is cached; do not change it."""
-    return _pool_parameters(_CacheKey(matrices), pool, tp)
+    return _pool_parameters(SameObject(matrices), pool, tp)
 
 
 def pool_buckets(
@@ -151,27 +151,17 @@ def pool_buckets(
 ) -> list[list[Parameter]]:
     """Lists the parameters of each bucket of a pool, see `cut`. The lists are cached; do not change them."""
     even = 1 if pool.expert_rank is None else mesh.expert_owners
-    return _pool_buckets(_CacheKey(matrices), pool, mesh.tp, bucket_elements, even)
+    return _pool_buckets(SameObject(matrices), pool, mesh.tp, bucket_elements, even)
 
 
-class _CacheKey(NamedTuple):
-    """A list of matrices as the key of a cache. Lists are equal only if they are the same object, because
-    comparing thousands of matrices would take longer than computing the cached value."""
-
-    matrices: Sequence[Matrix]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _CacheKey) and self.matrices is other.matrices
-
-    def __hash__(self) -> int:
-        return id(self.matrices)
+_Matrices = SameObject[Sequence[Matrix]]
 
 
 @lru_cache(maxsize=8)
-def _pooled(key: _CacheKey) -> Mapping[Pool, Sequence[Matrix]]:
+def _pooled(key: _Matrices) -> Mapping[Pool, Sequence[Matrix]]:
     """Returns the matrices of each pool."""
     pooled: dict[Pool, list[Matrix]] = {}
-    for matrix in key.matrices:
+    for matrix in key.value:
         pooled.setdefault(Pool(matrix.stage, matrix.expert_rank), []).append(matrix)
 
     def place(pool: Pool) -> tuple[int, int]:
@@ -181,7 +171,7 @@ def _pooled(key: _CacheKey) -> Mapping[Pool, Sequence[Matrix]]:
 
 
 @lru_cache(maxsize=8)
-def _alike(key: _CacheKey) -> Mapping[Pool, Pool]:
+def _alike(key: _Matrices) -> Mapping[Pool, Pool]:
     first: dict[Hashable, Pool] = {}
     return {pool: first.setdefault(_structure(pool, members), pool) for pool, members in _pooled(key).items()}
 
@@ -206,12 +196,12 @@ def _structure(pool: Pool, members: Sequence[Matrix]) -> Hashable:
 
 
 @lru_cache(maxsize=512)
-def _pool_parameters(key: _CacheKey, pool: Pool, tp: int) -> list[Parameter]:
+def _pool_parameters(key: _Matrices, pool: Pool, tp: int) -> list[Parameter]:
     return stage_parameters(_pooled(key)[pool], pool.stage, tp)
 
 
 @lru_cache(maxsize=512)
-def _pool_buckets(key: _CacheKey, pool: Pool, tp: int, bucket_elements: int | None, even: int) -> list[list[Parameter]]:
+def _pool_buckets(key: _Matrices, pool: Pool, tp: int, bucket_elements: int | None, even: int) -> list[list[Parameter]]:
     return cut(_pool_parameters(key, pool, tp), bucket_elements, stage=pool.stage, even=even)
 
 

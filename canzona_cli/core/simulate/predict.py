@@ -22,7 +22,7 @@ from canzona_cli.core.planner.buckets import (
     pool_parameters,
 )
 from canzona_cli.core.planner.memory import memory_of
-from canzona_cli.core.planner.plan import Assignment, Bucket, Cell, Plan, PlanKey
+from canzona_cli.core.planner.plan import Assignment, Bucket, Cell, Plan, SameObject
 from canzona_cli.core.setup import Layout, Setup
 from canzona_cli.core.setup.execution import AnyStrategy, splitting_of, strategy_of, with_strategy
 from canzona_cli.core.simulate.prediction import Prediction
@@ -68,12 +68,12 @@ def simulate_plan(setup: Setup, layout: Layout, plan: Plan) -> StrategyResult:
     The last 8 results are cached, because the search for a layout has already simulated the plan of the chosen
     layout.
     """
-    return _simulate_plan(setup, layout, PlanKey(plan))
+    return _simulate_plan(setup, layout, SameObject(plan))
 
 
 @lru_cache(maxsize=8)
-def _simulate_plan(setup: Setup, layout: Layout, key: PlanKey) -> StrategyResult:
-    plan = key.plan
+def _simulate_plan(setup: Setup, layout: Layout, key: SameObject[Plan]) -> StrategyResult:
+    plan = key.value
     workload = Workload(
         strategy=plan.subject.settings.strategy,
         matrices=plan.matrices,

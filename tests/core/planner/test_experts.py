@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from canzona_cli.config.resolve import fill
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.buffers import stage_weights
-from canzona_cli.core.model.matrices import Matrix
+from canzona_cli.core.model.matrices import Matrix, stage_matrices
 from canzona_cli.core.model.matrices import matrices as matrices_of
 from canzona_cli.core.planner.assign import assign
 from canzona_cli.core.planner.bounds import stage_bound
@@ -131,7 +131,7 @@ def test_no_rank_is_faster_than_the_bound_and_loads_add_up(mesh: Layout, layers:
     costs = newton_schulz(matrices)
     found = assign(matrices, costs, mesh, CANZONA)
     for stage in range(mesh.pp):
-        loads = found.loads(matrices, costs, stage, mesh.owners, mesh.tp)
+        loads = found.loads(stage_matrices(matrices, stage), costs, mesh.owners, mesh.tp)
         assert sum(loads) == pytest.approx(sum(c for m, c in zip(matrices, costs, strict=True) if m.stage == stage))
         bound = stage_bound(matrices, costs, stage, mesh)
         alone = sum(c for m, c in zip(matrices, costs, strict=True) if (m.stage, m.expert_rank) == (stage, 0))
@@ -184,7 +184,7 @@ def test_small_stages_are_balanced_to_within_one_expert_of_the_best(tp: int, dp:
     best = best_by_trying(matrices, costs, mesh)
     assert stage_bound(matrices, costs, 0, mesh) <= best * (1 + 1e-9)
     one = max(cost for matrix, cost in zip(matrices, costs, strict=True) if matrix.expert_rank is not None)
-    assert max(found.loads(matrices, costs, 0, mesh.owners, mesh.tp)) <= best + one
+    assert max(found.loads(stage_matrices(matrices, 0), costs, mesh.owners, mesh.tp)) <= best + one
 
 
 def test_experts_make_up_for_unequal_dense_matrices() -> None:
