@@ -182,16 +182,17 @@ def number_matrices(blocks: Sequence[LayerBlock], layout: Layout) -> tuple[Matri
         of_layer = [_in_layout(matrix, layout, experts) for matrix in block.matrices]
         for _ in range(block.layers):
             stage, chunk = stage_and_chunk[layer]
+            prefix = f"layers.{layer}."
             for matrix in of_layer:
                 numbered = object.__new__(Matrix)  # three times as fast as `replace`, which sets field by field
                 vars(numbered).update(
                     vars(matrix),
                     index=index,
-                    name=f"layers.{layer}.{matrix.name}",
+                    name=prefix + matrix.name,
                     layer=layer,
                     stage=stage,
                     chunk=chunk,
-                    parameter=f"decoder.layers.{layer}.{matrix.parameter}",
+                    parameter=f"decoder.{prefix}{matrix.parameter}",
                     unit=unit + matrix.unit,
                 )
                 matrices.append(numbered)

@@ -69,8 +69,8 @@ def assign(
     cells: list[Cell] = [Cell(owner=0, host=0)] * len(matrices)
     shared: dict[int, SharedCost] = {}
     members, alike = pool_matrices(matrices), alike_pools(matrices)
-    solved: dict[Hashable, list[tuple[Cell, bool]]] = {}
-    """The cell of each matrix of a stage, and True if it is shared, by what is alike in alike stages."""
+    solved: dict[Hashable, list[int]] = {}
+    """The matrices of the first of several stages that are alike and have the same costs, by what is alike."""
 
     def problem(pool: Pool) -> PoolProblem:
         return PoolProblem(
@@ -86,22 +86,22 @@ def assign(
         stage, *expert_pools = of_stage
         indices = [matrix.index for pool in (stage, *expert_pools) for matrix in members[pool]]
         shared_of_stage = tuple(map(shared_costs.get, indices)) if shared_costs else ()
-        key = (
-            *map(alike.__getitem__, (stage, *expert_pools)),
-            tuple([costs[index] for index in indices]),
-            shared_of_stage,
-        )
-        if key not in solved:
-            experts = None
-            if expert_pools:
-                ranks = [[matrix.index for matrix in members[pool]] for pool in expert_pools]
-                experts = Experts(problem=problem(expert_pools[0]), ranks=ranks)
-            best = _solve(problem(stage), experts, settings, memory_cap, bytes_per_element)
-            solved[key] = [(best.cells[index], index in best.shared) for index in indices]
-        for index, (cell, is_shared) in zip(indices, solved[key], strict=True):
+        key = *map(alike.__getitem__, (stage, *expert_pools)), tuple([costs[index] for index in indices])
+        first = solved.setdefault((*key, shared_of_stage), indices)
+        if first is not indices:
+            for index, same_place in zip(indices, first, strict=True):
+                cells[index] = cells[same_place]
+                if same_place in shared:
+                    shared[index] = shared_costs[index]
+            continue
+        experts = None
+        if expert_pools:
+            ranks = [[matrix.index for matrix in members[pool]] for pool in expert_pools]
+            experts = Experts(problem=problem(expert_pools[0]), ranks=ranks)
+        best = _solve(problem(stage), experts, settings, memory_cap, bytes_per_element)
+        for index, cell in best.cells.items():
             cells[index] = cell
-            if is_shared:
-                shared[index] = shared_costs[index]
+        shared |= {index: shared_costs[index] for index in best.shared}
     return Assignment(cells=tuple(cells), shared_costs=MappingProxyType(dict(sorted(shared.items()))))
 
 

@@ -210,22 +210,18 @@ def _cut(parameters: Sequence[Parameter], limit: int | None, even: int) -> list[
     be divided evenly (see `cut`); a `limit` of None gives one bucket."""
     closed: list[list[Parameter]] = []
     bucket: list[Parameter] = []
-    filled = 0
+    filled, uneven = 0, Counter[int]()
     for parameter in reversed(parameters):
         bucket.append(parameter)
         filled = align(filled) + parameter.elements
+        for part in parameter.parts:
+            uneven[part.elements] = (uneven[part.elements] + 1) % even
         if limit is None or filled < limit:
             continue
-        if even == 1 or filled >= 2 * limit or _divides(bucket, even):
+        if filled >= 2 * limit or not any(uneven.values()):
             closed.append(bucket)
-            bucket, filled = [], 0
+            bucket, filled, uneven = [], 0, Counter()
     return [*closed, bucket] if bucket else closed
-
-
-def _divides(bucket: Sequence[Parameter], even: int) -> bool:
-    """Returns True if the bucket's number of parts of each size is a multiple of `even`."""
-    parts = Counter(part.elements for parameter in bucket for part in parameter.parts)
-    return not any(count % even for count in parts.values())
 
 
 def buckets(

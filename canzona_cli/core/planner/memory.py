@@ -188,7 +188,8 @@ def batch_bytes(elements: Sequence[int]) -> int:
 
 def _is_head(matrix: Matrix) -> bool:
     """Returns True if the matrix belongs to one attention head, as `layers.3.q.5` does."""
-    return matrix.name.rpartition(".")[2].isdigit()
+    name = matrix.name
+    return name[-1].isdigit() and name.rpartition(".")[2].isdigit()
 
 
 def _largest(sizes: Iterable[int]) -> int:
