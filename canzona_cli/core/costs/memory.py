@@ -16,7 +16,7 @@ All sizes are bytes on one rank; (t, p, c, D) are tp, pp, cp and dp.
 import heapq
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
@@ -33,11 +33,11 @@ from canzona_cli.core.costs.padding import lay_out
 from canzona_cli.core.costs.scratch import BATCH_BYTES, FP32, least_workspace_bytes
 from canzona_cli.core.costs.update import RULES, algorithm_of
 from canzona_cli.core.model.families import family_of, parameter_count
-from canzona_cli.core.model.matrices import Shape, layer_on_rank, matrix_shapes
+from canzona_cli.core.model.matrices import Shape, layer_on_rank, layer_runs, matrix_shapes
 from canzona_cli.core.optimizers.facts import Algorithm
 from canzona_cli.core.optimizers.shampoo_facts import factored_sides, packed_elements
 from canzona_cli.core.setup import Execution, Layout, ModelConfig, Setup
-from canzona_cli.core.setup.execution import IN_ORDER, with_tp_mode
+from canzona_cli.core.setup.execution import IN_ORDER, splitting_of, with_tp_mode
 from canzona_cli.core.setup.stages import chunk_layers, stage_layers
 
 GIB = 1 << 30
@@ -228,7 +228,8 @@ def _planned_placement(setup: Setup, layout: Layout, stage: int) -> Placement:
     """Returns the `placement` of a run with a plan."""
     layers = stage_layers(setup.model.num_layers, layout, stage)
     in_order = setup.engine.strategy in IN_ORDER
-    return balanced_placement(matrix_shapes(setup), layers, layout.cells, natural_order=in_order)
+    runs = layer_runs(setup.model, splitting_of(setup))
+    return balanced_placement(runs, layers, layout.cells, natural_order=in_order)
 
 
 def _layerwise_buffers(model: ModelConfig, layout: Layout) -> list[tuple[tuple[int, ...], int]]:
@@ -259,18 +260,23 @@ def layerwise_placement(sizes: tuple[int, ...], layers: int, shards: int, bucket
 
 
 @lru_cache(maxsize=4096)
-def balanced_placement(shapes: tuple[Shape, ...], layers: int, cells: int, *, natural_order: bool) -> Placement:
+def balanced_placement(
+    runs: tuple[tuple[Shape, int], ...], layers: int, cells: int, *, natural_order: bool
+) -> Placement:
     """Returns the placement of the matrices of `layers` layers on `cells` cells.
 
     Without `natural_order`, the largest matrices are placed first, each on the least loaded cell. With it,
     the elements of all matrices, in natural order, are cut into equal slices, one for each cell. A matrix
     goes to the cell whose slice has its first element, so the fullest cell may exceed the mean by up to one
     matrix.
+
+    Args:
+        runs: the shapes of a layer's matrices, see `layer_runs`.
     """
     contents: list[Counter[Shape]] = [Counter() for _ in range(cells)]
     loads = [0] * cells
     if natural_order:
-        matrices = shapes * layers
+        matrices = [shape for shape, count in runs for _ in range(count)] * layers
         slice_elements = sum(math.prod(shape) for shape in matrices) / cells
         start = 0  # of the matrix, in elements
         for shape in matrices:
@@ -279,8 +285,11 @@ def balanced_placement(shapes: tuple[Shape, ...], layers: int, cells: int, *, na
             loads[cell] += math.prod(shape)
             start += math.prod(shape)
     else:
+        counts = Counter[Shape]()
+        for shape, count in runs:
+            counts[shape] += count
         heap = [(0, cell) for cell in range(cells)]
-        for shape, count in sorted(Counter(shapes).items(), key=lambda item: (-math.prod(item[0]), item[0])):
+        for shape, count in sorted(counts.items(), key=lambda item: (-math.prod(item[0]), item[0])):
             size, rounds = math.prod(shape), 0
             if max(heap)[0] - heap[0][0] < size:  # then every cell gets a matrix before any cell gets two
                 rounds = layers * count // cells
@@ -395,10 +404,10 @@ def least_buffer_bytes(setup: Setup, layout: Layout, stage: int) -> int:
     assembled fp32 gradient. With tp = 1 nothing is sent, but gradients are copied (`_copied_elements`), in
     batches of at most `BATCH_BYTES` or of one matrix.
     """
-    elements = [math.prod(shape) for shape in matrix_shapes(setup)]
-    largest = max(elements)
+    runs = layer_runs(setup.model, splitting_of(setup))
+    largest = max(math.prod(shape) for shape, _ in runs)
     if layout.tp == 1:
-        copied_share = sum(_copied_elements(setup)) / sum(elements)
+        copied_share = sum(_copied_elements(setup)) / sum(count * math.prod(shape) for shape, count in runs)
         copied = int(FP32 * _planned_placement(setup, layout, stage).worst * copied_share)
         return min(copied, max(BATCH_BYTES, FP32 * largest))
     message = largest * (layout.tp - 1) // layout.tp
@@ -416,7 +425,8 @@ def _gathered_elements(setup: Setup, layout: Layout) -> int:
     return largest // layout.tp + 2 * largest
 
 
-def _copied_elements(setup: Setup) -> list[int]:
+@lru_cache(maxsize=16)
+def _copied_elements(setup: Setup) -> Sequence[int]:
     """Lists the sizes, in elements, of one layer's gradients that are copied with tp = 1. Gradients are
     copied if they are not contiguous and in fp32 in the gradient buffer. If gradients are reduced in bf16,
     all are copied; otherwise only those of separate q, k and v, whose rows are interleaved in their

@@ -105,6 +105,7 @@ def summed(times: Iterable[UpdateTime]) -> UpdateTime:
     return UpdateTime(math.fsum(time.device_s for time in both), math.fsum(time.host_s for time in both))
 
 
+@lru_cache(maxsize=64)
 def algorithm_of(setup: Setup) -> Algorithm:
     """Returns the settings of a run's optimizer on which update costs depend."""
     algorithm = _algorithm(setup.optimizer, setup.train.precision)

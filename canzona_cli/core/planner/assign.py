@@ -18,7 +18,7 @@ balances them together with all other matrices.
 """
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from itertools import groupby
 from types import MappingProxyType
@@ -26,12 +26,12 @@ from types import MappingProxyType
 from canzona_cli.core.costs.sharing import HOSTED, SharedCost, SharedCosts
 from canzona_cli.core.errors import DoesNotFit, Problem
 from canzona_cli.core.model.matrices import Matrix
-from canzona_cli.core.planner.buckets import Pool, pool_buckets, pools
+from canzona_cli.core.planner.buckets import Pool, alike_pools, pool_buckets, pool_matrices
 from canzona_cli.core.planner.joint import balance_together
 from canzona_cli.core.planner.packing import pack
 from canzona_cli.core.planner.paper import balanced_cuts, even_start, greedy_hosts
 from canzona_cli.core.planner.plan import Assignment, Cell, PlanSettings
-from canzona_cli.core.planner.problem import Owners, Placement, PoolProblem
+from canzona_cli.core.planner.problem import Experts, Owners, Placement, PoolProblem
 from canzona_cli.core.planner.seats import spread_bytes
 from canzona_cli.core.setup import Mesh
 
@@ -68,6 +68,9 @@ def assign(
     """
     cells: list[Cell] = [Cell(owner=0, host=0)] * len(matrices)
     shared: dict[int, SharedCost] = {}
+    members, alike = pool_matrices(matrices), alike_pools(matrices)
+    solved: dict[Hashable, list[int]] = {}
+    """The matrices of the first of several stages that are alike and have the same costs, by what is alike."""
 
     def problem(pool: Pool) -> PoolProblem:
         return PoolProblem(
@@ -79,19 +82,32 @@ def assign(
             mesh=layout,
         )
 
-    for _, of_stage in groupby(pools(matrices), key=lambda pool: pool.stage):
-        stage, *experts = map(problem, of_stage)
-        best = _solve(stage, experts, settings, memory_cap, bytes_per_element)
+    for _, of_stage in groupby(members, key=lambda pool: pool.stage):
+        stage, *expert_pools = of_stage
+        indices = [matrix.index for pool in (stage, *expert_pools) for matrix in members[pool]]
+        shared_of_stage = tuple(map(shared_costs.get, indices)) if shared_costs else ()
+        key = *map(alike.__getitem__, (stage, *expert_pools)), tuple([costs[index] for index in indices])
+        first = solved.setdefault((*key, shared_of_stage), indices)
+        if first is not indices:
+            for index, same_place in zip(indices, first, strict=True):
+                cells[index] = cells[same_place]
+                if same_place in shared:
+                    shared[index] = shared_costs[index]
+            continue
+        experts = None
+        if expert_pools:
+            ranks = [[matrix.index for matrix in members[pool]] for pool in expert_pools]
+            experts = Experts(problem=problem(expert_pools[0]), ranks=ranks)
+        best = _solve(problem(stage), experts, settings, memory_cap, bytes_per_element)
         for index, cell in best.cells.items():
             cells[index] = cell
-            if index in best.shared:
-                shared[index] = shared_costs[index]
+        shared |= {index: shared_costs[index] for index in best.shared}
     return Assignment(cells=tuple(cells), shared_costs=MappingProxyType(dict(sorted(shared.items()))))
 
 
 def _solve(
     stage: PoolProblem,
-    experts: Sequence[PoolProblem],
+    experts: Experts | None,
     settings: PlanSettings,
     memory_cap: int | None,
     bytes_per_element: int,
@@ -100,7 +116,7 @@ def _solve(
 
     Args:
         stage: the problem of the matrices that all ranks of the stage store.
-        experts: the problem of each expert-parallel rank's experts.
+        experts: the stage's experts; None if experts are not divided among ranks.
 
     Raises:
         DoesNotFit: no assignment within `memory_cap` was found.
@@ -119,18 +135,13 @@ def _solve(
     return _place_within(stage, experts, settings, memory_cap)
 
 
-def _cells_of_experts(
-    experts: Sequence[PoolProblem], choose_owners: Callable[[PoolProblem], Owners]
-) -> dict[int, Cell]:
-    """Returns the cells of all experts if the heuristic `choose_owners` chooses their owners. Expert-parallel
-    ranks have equal experts, so the first rank's owners are used for all ranks."""
-    cells: dict[int, Cell] = {}
-    owners = choose_owners(experts[0]) if experts else {}
-    for problem in experts:
-        cell_of = {owner: problem.pool.cell(owner, problem.mesh) for owner in set(owners.values())}
-        for members, unit in zip(problem.units.values(), experts[0].units, strict=True):
-            cells.update(dict.fromkeys(members, cell_of[owners[unit]]))
-    return cells
+def _cells_of_experts(experts: Experts | None, choose_owners: Callable[[PoolProblem], Owners]) -> dict[int, Cell]:
+    """Returns the cells of all experts if the heuristic `choose_owners` chooses their owners, which are the same for
+    all expert-parallel ranks."""
+    if experts is None:
+        return {}
+    owners = experts.in_order(choose_owners(experts.problem))
+    return {index: cell for rank in range(len(experts.ranks)) for index, cell in experts.cells(rank, owners)}
 
 
 def _cut_evenly(stage: PoolProblem) -> Owners:
@@ -141,7 +152,7 @@ def _cut_evenly(stage: PoolProblem) -> Owners:
 
 
 def _place_within(
-    stage: PoolProblem, experts: Sequence[PoolProblem], settings: PlanSettings, memory_cap: int | None
+    stage: PoolProblem, experts: Experts | None, settings: PlanSettings, memory_cap: int | None
 ) -> Placement:
     """Assigns a stage's matrices within `memory_cap`, without sharing any. Strategy canzona
     assigns stages with experts in this way. Otherwise, it is the last resort if `memory_cap` is exceeded.
@@ -210,10 +221,11 @@ def _choose_hosts(
     return cells, shared
 
 
-def _does_not_fit(stage: PoolProblem, experts: Sequence[PoolProblem], memory_cap: int) -> Problem:
+def _does_not_fit(stage: PoolProblem, experts: Experts | None, memory_cap: int) -> Problem:
     """Describes a stage whose matrices exceed `memory_cap` elements on some rank."""
-    units = (unit for problem in (stage, *experts) for unit in problem.units.values())
-    sizes = [stage.matrices[index].elements for unit in units for index in unit]
+    of_stage = [index for unit in stage.units.values() for index in unit]
+    of_ranks = [] if experts is None else [index for of_rank in experts.ranks for index in of_rank]
+    sizes = [stage.matrices[index].elements for index in of_stage + of_ranks]
     total, cells = sum(sizes), stage.mesh.cells
     least = max(-(-total // cells), max(sizes))
     obstacle = f"if {cells} ranks hold {total:,} elements, one of them holds at least {least:,}"

@@ -13,13 +13,13 @@ from itertools import groupby
 
 from canzona_cli.core.costs.sharing import HOSTED, SharedCosts
 from canzona_cli.core.costs.update import rounded
-from canzona_cli.core.model.matrices import Matrix
+from canzona_cli.core.model.matrices import Matrix, stage_matrices
 from canzona_cli.core.planner.assign import assign
-from canzona_cli.core.planner.buckets import Pool, buckets, pool_buckets, typical_pools
+from canzona_cli.core.planner.buckets import Pool, alike_pools, buckets, pool_buckets, typical_pools
 from canzona_cli.core.planner.exposure import Exposure, Outline
 from canzona_cli.core.planner.groups import Grouping
 from canzona_cli.core.planner.pipeline import HostedPipeline
-from canzona_cli.core.planner.plan import Assignment, Bucket, Cell, Plan, PlanSettings, Subject
+from canzona_cli.core.planner.plan import Assignment, Bucket, Cell, Plan, PlanSettings, SameObject, Subject
 from canzona_cli.core.planner.seats import renumber_owners
 
 SHARING_GAIN = 1.03
@@ -95,7 +95,7 @@ class Attempt:
         self._default_limit, self._resizes = default, resizes
         self._assignments: dict[tuple[PlanSettings, bool, int | None], Assignment] = {}
         self._outlined: dict[Exposure, Mapping[int, float]] = {}
-        self._laid_out: dict[tuple[tuple[Cell, ...], int | None], tuple[tuple[Bucket, ...], ...]] = {}
+        self._laid_out: dict[tuple[SameObject[tuple[Cell, ...]], int | None], tuple[tuple[Bucket, ...], ...]] = {}
 
     def plan(self, exposure: Exposure) -> Plan:
         """Returns the plan that adds the fewest seconds to an iteration.
@@ -230,12 +230,12 @@ class Attempt:
     def _leaves_idle(self, assignment: Assignment) -> bool:
         """Returns True if some stage's busiest rank takes longer than `SHARING_GAIN` times the lower
         bound."""
-        layout = self._layout
-        busiest_s = (
-            max(assignment.loads(self._members, self._costs, stage, layout.owners, layout.tp))
-            for stage in range(layout.pp)
+        layout, bounds = self._layout, self._bounds
+        return any(
+            max(assignment.loads(stage_matrices(self._members, stage), self._costs, layout.owners, layout.tp))
+            > SHARING_GAIN * bounds[stage]
+            for stage in {pool.stage for pool in typical_pools(self._members)}
         )
-        return any(busy_s > SHARING_GAIN * bound for busy_s, bound in zip(busiest_s, self._bounds, strict=True))
 
     def _candidate(self, assignment: Assignment, limit: int | None, exposure: Exposure) -> Candidate:
         """Completes an assignment with buckets, which are reduced and gathered in the ways that add the
@@ -258,7 +258,7 @@ class Attempt:
         self, assignment: Assignment, limit: int | None, exposure: Exposure
     ) -> tuple[tuple[Bucket, ...], ...]:
         """Returns the buckets of `typical_pools` in each alternative of `ReductionModel.choices`."""
-        key = assignment.cells, limit
+        key = SameObject(assignment.cells), limit
         if key not in self._laid_out:
             typical = typical_pools(self._members)
             made = buckets(self._members, assignment, self._layout, self._settings, limit, typical)
@@ -266,18 +266,16 @@ class Attempt:
         return self._laid_out[key]
 
     def _buckets(self, candidate: Candidate) -> tuple[Bucket, ...]:
-        """Returns the buckets of all pools. The buckets of all expert-parallel ranks are reduced and gathered
-        like those of the first rank."""
-        if self._layout.ep == 1:
-            return candidate.buckets
-        made = buckets(self._members, candidate.assignment, self._layout, self._settings, candidate.limit)
+        """Returns the buckets of all pools. The buckets of alike pools are reduced and gathered in the same ways."""
+        alike = alike_pools(self._members)
         typical: dict[Pool, list[Bucket]] = defaultdict(list)
         for bucket in candidate.buckets:
             typical[Pool(bucket.stage, bucket.expert_rank)].append(bucket)
+        made = buckets(self._members, candidate.assignment, self._layout, self._settings, candidate.limit)
         return tuple(
             replace(bucket, reduction=typical_bucket.reduction, gathering=typical_bucket.gathering)
-            for (stage, rank), of_pool in groupby(made, lambda bucket: (bucket.stage, bucket.expert_rank))
-            for bucket, typical_bucket in zip(of_pool, typical[Pool(stage, None if rank is None else 0)], strict=True)
+            for place, of_pool in groupby(made, lambda bucket: Pool(bucket.stage, bucket.expert_rank))
+            for bucket, typical_bucket in zip(of_pool, typical[alike[place]], strict=True)
         )
 
 

@@ -83,7 +83,8 @@ def lower_bound(
         return 0.0
     every_matrix = [cost for members in on_one_cell.values() for cost in members]
     bounds = [packing_bound(every_matrix, dp * tp), packing_bound([*on_all_cells.values()], dp) / tp]
-    bounds += [packing_bound(members, tp) for members in {tuple(sorted(members)) for members in on_one_cell.values()}]
+    units = {tuple(sorted(members)) for members in set(map(tuple, on_one_cell.values()))}
+    bounds += [packing_bound(members, tp) for members in units]
     return max(bounds)
 
 

@@ -19,7 +19,7 @@ padding.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from canzona_cli.core.costs.padding import align, bucket_end, shard_elements
 from canzona_cli.core.model.matrices import Matrix
-from canzona_cli.core.planner.plan import Assignment, Bucket, Cell, PlanSettings, Range
+from canzona_cli.core.planner.plan import Assignment, Bucket, Cell, PlanSettings, Range, SameObject
 from canzona_cli.core.setup import Mesh
 
 
@@ -104,13 +104,24 @@ class Pool(NamedTuple):
 def pools(matrices: Sequence[Matrix]) -> list[Pool]:
     """Lists the pools of all stages, ascending. In each stage, the pool of the matrices that all ranks store
     comes first."""
-    return list(_pooled(_CacheKey(matrices)))
+    return list(pool_matrices(matrices))
+
+
+def pool_matrices(matrices: Sequence[Matrix]) -> Mapping[Pool, Sequence[Matrix]]:
+    """Returns the matrices of each pool, in order, by the pools of `pools`."""
+    return _pooled(SameObject(matrices))
+
+
+def alike_pools(matrices: Sequence[Matrix]) -> Mapping[Pool, Pool]:
+    """Returns, for each pool, the first pool with the same matrices in the same order, except for their names and
+    numbers. Most stages are alike, and so are the experts of all expert-parallel ranks. The first stage is like no
+    other, because only its buffers are cut into buckets."""
+    return _alike(SameObject(matrices))
 
 
 def typical_pools(matrices: Sequence[Matrix]) -> list[Pool]:
-    """Lists the pools without the experts of later expert-parallel ranks, which are equal to the first
-    rank's."""
-    return [pool for pool in pools(matrices) if pool.expert_rank in (None, 0)]
+    """Lists the first of several pools that are alike."""
+    return list(dict.fromkeys(alike_pools(matrices).values()))
 
 
 def cut(
@@ -132,7 +143,7 @@ def cut(
 
 def pool_parameters(matrices: Sequence[Matrix], pool: Pool, tp: int) -> list[Parameter]:
     """Lists the parameters of a pool in registration order. The list is cached; do not change it."""
-    return _pool_parameters(_CacheKey(matrices), pool, tp)
+    return _pool_parameters(SameObject(matrices), pool, tp)
 
 
 def pool_buckets(
@@ -140,27 +151,17 @@ def pool_buckets(
 ) -> list[list[Parameter]]:
     """Lists the parameters of each bucket of a pool, see `cut`. The lists are cached; do not change them."""
     even = 1 if pool.expert_rank is None else mesh.expert_owners
-    return _pool_buckets(_CacheKey(matrices), pool, mesh.tp, bucket_elements, even)
+    return _pool_buckets(SameObject(matrices), pool, mesh.tp, bucket_elements, even)
 
 
-class _CacheKey(NamedTuple):
-    """A list of matrices as the key of a cache. Lists are equal only if they are the same object, because
-    comparing thousands of matrices would take longer than computing the cached value."""
-
-    matrices: Sequence[Matrix]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _CacheKey) and self.matrices is other.matrices
-
-    def __hash__(self) -> int:
-        return id(self.matrices)
+_Matrices = SameObject[Sequence[Matrix]]
 
 
 @lru_cache(maxsize=8)
-def _pooled(key: _CacheKey) -> Mapping[Pool, Sequence[Matrix]]:
+def _pooled(key: _Matrices) -> Mapping[Pool, Sequence[Matrix]]:
     """Returns the matrices of each pool."""
     pooled: dict[Pool, list[Matrix]] = {}
-    for matrix in key.matrices:
+    for matrix in key.value:
         pooled.setdefault(Pool(matrix.stage, matrix.expert_rank), []).append(matrix)
 
     def place(pool: Pool) -> tuple[int, int]:
@@ -169,13 +170,38 @@ def _pooled(key: _CacheKey) -> Mapping[Pool, Sequence[Matrix]]:
     return {pool: pooled[pool] for pool in sorted(pooled, key=place)}
 
 
+@lru_cache(maxsize=8)
+def _alike(key: _Matrices) -> Mapping[Pool, Pool]:
+    first: dict[Hashable, Pool] = {}
+    return {pool: first.setdefault(_structure(pool, members), pool) for pool, members in _pooled(key).items()}
+
+
+def _structure(pool: Pool, members: Sequence[Matrix]) -> Hashable:
+    """Returns everything on which the buckets of a pool and the updates of its matrices depend."""
+    units, parameters = dict[int, int](), dict[str, int]()  # numbered in the order in which they occur
+    matrices = [
+        (
+            matrix.kind,
+            matrix.rows,
+            matrix.cols,
+            matrix.shard_dim,
+            matrix.home,
+            matrix.chunk,
+            units.setdefault(matrix.unit, len(units)),
+            parameters.setdefault(matrix.parameter, len(parameters)),
+        )
+        for matrix in members
+    ]
+    return pool.stage == 0, pool.expert_rank is None, tuple(matrices)
+
+
 @lru_cache(maxsize=512)
-def _pool_parameters(key: _CacheKey, pool: Pool, tp: int) -> list[Parameter]:
+def _pool_parameters(key: _Matrices, pool: Pool, tp: int) -> list[Parameter]:
     return stage_parameters(_pooled(key)[pool], pool.stage, tp)
 
 
 @lru_cache(maxsize=512)
-def _pool_buckets(key: _CacheKey, pool: Pool, tp: int, bucket_elements: int | None, even: int) -> list[list[Parameter]]:
+def _pool_buckets(key: _Matrices, pool: Pool, tp: int, bucket_elements: int | None, even: int) -> list[list[Parameter]]:
     return cut(_pool_parameters(key, pool, tp), bucket_elements, stage=pool.stage, even=even)
 
 
@@ -184,22 +210,18 @@ def _cut(parameters: Sequence[Parameter], limit: int | None, even: int) -> list[
     be divided evenly (see `cut`); a `limit` of None gives one bucket."""
     closed: list[list[Parameter]] = []
     bucket: list[Parameter] = []
-    filled = 0
+    filled, uneven = 0, Counter[int]()
     for parameter in reversed(parameters):
         bucket.append(parameter)
         filled = align(filled) + parameter.elements
+        for part in parameter.parts:
+            uneven[part.elements] = (uneven[part.elements] + 1) % even
         if limit is None or filled < limit:
             continue
-        if even == 1 or filled >= 2 * limit or _divides(bucket, even):
+        if filled >= 2 * limit or not any(uneven.values()):
             closed.append(bucket)
-            bucket, filled = [], 0
+            bucket, filled, uneven = [], 0, Counter()
     return [*closed, bucket] if bucket else closed
-
-
-def _divides(bucket: Sequence[Parameter], even: int) -> bool:
-    """Returns True if the bucket's number of parts of each size is a multiple of `even`."""
-    parts = Counter(part.elements for parameter in bucket for part in parameter.parts)
-    return not any(count % even for count in parts.values())
 
 
 def buckets(
@@ -227,26 +249,56 @@ def buckets(
         chosen_pools: the pools whose buckets are returned; None for all.
     """
     made: list[Bucket] = []
-    by_owner = settings.strategy == "canzona"
     bucket_counts = Counter[int]()
-    for pool in pools(matrices) if chosen_pools is None else chosen_pools:
-        for bucket in pool_buckets(matrices, pool, layout, bucket_elements):
-            owned = [
-                _Owned(item, tuple(owner_of(part, matrices, assignment, layout) for part in item.parts))
-                for item in bucket
-            ]
-            order = _order_by_owner(owned) if by_owner else owned
-            starts, end = _place_consecutively([item.parameter for item in order])
-            elements = bucket_end(end, layout.reducers(pool.expert_rank))
-            made.append(_fill_bucket(zip(starts, order, strict=True), elements, pool, bucket_counts[pool.stage]))
-            bucket_counts[pool.stage] += 1
+    members, alike = pool_matrices(matrices), alike_pools(matrices)
+    filled: dict[Hashable, tuple[Pool, list[Bucket]]] = {}
+    """The first of several alike pools with the same owners, and its buckets, by what is alike."""
+    for pool in members if chosen_pools is None else chosen_pools:
+        owners = tuple([assignment.cells[m.index].reducing_rank(m, layout) for m in members[pool]])
+        key = alike[pool], owners
+        if key not in filled:
+            cut_pool = pool_buckets(matrices, pool, layout, bucket_elements)
+            owner_of = dict(zip([matrix.index for matrix in members[pool]], owners, strict=True))
+            filled[key] = pool, [_lay_out(bucket, owner_of, pool, layout, settings) for bucket in cut_pool]
+        first_pool, of_pool = filled[key]
+        made += copy_buckets(of_pool, members[first_pool], members[pool], pool, bucket_counts[pool.stage])
+        bucket_counts[pool.stage] += len(of_pool)
     return tuple(made)
 
 
-def owner_of(part: Part, matrices: Sequence[Matrix], assignment: Assignment, mesh: Mesh) -> int:
-    """Returns the owner of a part, numbered as in the ranges of buckets."""
-    index = part.matrices[0]
-    return assignment.cells[index].reducing_rank(matrices[index], mesh)
+def copy_buckets(
+    buckets: Iterable[Bucket], source: Sequence[Matrix], target: Sequence[Matrix], pool: Pool, first_index: int
+) -> Iterator[Bucket]:
+    """Yields the buckets of `pool`, whose matrices are `target`, like `buckets` of an alike pool, whose matrices are
+    `source`; numbered from `first_index`."""
+    same_place = {old.index: new for old, new in zip(source, target, strict=True)}
+    for index, bucket in enumerate(buckets, first_index):
+        of_ranges = [[same_place[place] for place in part.matrices] for part in bucket.ranges]
+        yield replace(
+            bucket,
+            index=index,
+            stage=pool.stage,
+            expert_rank=pool.expert_rank,
+            parameters=tuple(dict.fromkeys([matrix.parameter for of_range in of_ranges for matrix in of_range])),
+            ranges=tuple(
+                part._replace(matrices=tuple([matrix.index for matrix in of_range]))
+                for part, of_range in zip(bucket.ranges, of_ranges, strict=True)
+            ),
+        )
+
+
+def _lay_out(
+    bucket: Sequence[Parameter], owner_of: Mapping[int, int], pool: Pool, mesh: Mesh, settings: PlanSettings
+) -> Bucket:
+    """Returns a bucket with these parameters.
+
+    Args:
+        owner_of: the owner of each matrix, by index, numbered as in the ranges of buckets.
+    """
+    owned = [_Owned(item, tuple([owner_of[part.matrices[0]] for part in item.parts])) for item in bucket]
+    order = _order_by_owner(owned) if settings.strategy == "canzona" else owned
+    starts, end = _place_consecutively([item.parameter for item in order])
+    return _fill_bucket(zip(starts, order, strict=True), bucket_end(end, mesh.reducers(pool.expert_rank)), pool)
 
 
 class _Owned(NamedTuple):
@@ -330,8 +382,8 @@ def _place_consecutively(parameters: Iterable[Parameter]) -> tuple[list[int], in
     return starts, end
 
 
-def _fill_bucket(placed: Iterable[tuple[int, _Owned]], elements: int, pool: Pool, index: int) -> Bucket:
-    """Returns a bucket of `elements` elements.
+def _fill_bucket(placed: Iterable[tuple[int, _Owned]], elements: int, pool: Pool) -> Bucket:
+    """Returns a bucket of `elements` elements, which is not numbered yet.
 
     Args:
         placed: each parameter with its start in the bucket, ascending.
@@ -346,7 +398,7 @@ def _fill_bucket(placed: Iterable[tuple[int, _Owned]], elements: int, pool: Pool
             start += part.elements
             used += part.elements
     return Bucket(
-        index=index,
+        index=0,
         stage=pool.stage,
         expert_rank=pool.expert_rank,
         parameters=tuple(names),
@@ -356,9 +408,10 @@ def _fill_bucket(placed: Iterable[tuple[int, _Owned]], elements: int, pool: Pool
     )
 
 
-def even_bucket(by_owner: Sequence[Sequence[Parameter]], pool: Pool, index: int) -> Bucket:
-    """Returns a bucket of Megatron's layer-wise optimizer, with one shard for each owner. Shards are padded
-    to the length of the fullest, so the ring that reduces or gathers the bucket needs no second transfer.
+def even_bucket(by_owner: Sequence[Sequence[Parameter]], pool: Pool) -> Bucket:
+    """Returns a bucket of Megatron's layer-wise optimizer, which is not numbered yet, with one shard for each owner.
+    Shards are padded to the length of the fullest, so the ring that reduces or gathers the bucket needs no second
+    transfer.
 
     Args:
         by_owner: the parameters of each owner.
@@ -370,7 +423,7 @@ def even_bucket(by_owner: Sequence[Sequence[Parameter]], pool: Pool, index: int)
         for owner, (parameters, (starts, _)) in enumerate(zip(by_owner, positions, strict=True))
         for parameter, start in zip(parameters, starts, strict=True)
     )
-    return replace(_fill_bucket(placed, shard * len(by_owner), pool, index), reduction="ring", gathering="ring")
+    return replace(_fill_bucket(placed, shard * len(by_owner), pool), reduction="ring", gathering="ring")
 
 
 def _extend(

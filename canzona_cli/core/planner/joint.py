@@ -15,18 +15,16 @@ import sys
 from collections.abc import Sequence
 
 from canzona_cli.core.planner.plan import Cell
-from canzona_cli.core.planner.problem import PoolProblem
+from canzona_cli.core.planner.problem import Experts, PoolProblem
 from canzona_cli.core.planner.seats import spread_bytes
 
 
-def balance_together(
-    stage: PoolProblem, experts: Sequence[PoolProblem], memory_cap: int | None
-) -> dict[int, Cell] | None:
+def balance_together(stage: PoolProblem, experts: Experts, memory_cap: int | None) -> dict[int, Cell] | None:
     """Returns the cell of every matrix of a stage; None if a matrix does not fit.
 
     Args:
         stage: the problem of the matrices that all ranks of the stage store.
-        experts: the problem of each expert-parallel rank's experts.
+        experts: the stage's experts.
         memory_cap: the elements of matrices that one cell may hold; None for no limit.
     """
     mesh = stage.mesh
@@ -48,22 +46,19 @@ def balance_together(
             room[cell] -= elements
             # The other matrices of the unit have the same owner.
             cells = range(cell // mesh.tp * mesh.tp, (cell // mesh.tp + 1) * mesh.tp)
-    filled: dict[tuple[tuple[float, int], ...], list[int]] = {}
-    """The owner of each unit of an expert-parallel rank, by the (seconds, room) of each of its cells."""
-    for problem in experts:
-        assert problem.pool.expert_rank is not None
-        cells = mesh.expert_cells(problem.pool.expert_rank)
+    cells_of = {index: Cell.at(cell, mesh) for index, cell in placed.items()}
+    problem, filled = experts.problem, dict[tuple[tuple[float, int], ...], list[int]]()
+    """The owner of each matrix of an expert-parallel rank, by the (seconds, room) of each of its cells."""
+    for rank in range(mesh.ep):
+        cells = mesh.expert_cells(rank)
         key = tuple((busy_s[cell], room[cell]) for cell in cells)
         if key not in filled:
-            # Expert-parallel ranks have equal experts, so ranks with equal cells are filled in the same way.
             owners = _fill(problem, [busy_s[cell] for cell in cells], [room[cell] for cell in cells])
             if len(owners) < len(problem.units):
                 return None
-            spread = spread_bytes(problem.buckets, owners, problem.kinds)
-            filled[key] = [spread[unit] for unit in problem.units]
-        for members, owner in zip(problem.units.values(), filled[key], strict=True):
-            placed |= dict.fromkeys(members, cells[owner])
-    return {index: Cell.at(cell, mesh) for index, cell in placed.items()}
+            filled[key] = experts.in_order(spread_bytes(problem.buckets, owners, problem.kinds))
+        cells_of.update(experts.cells(rank, filled[key]))
+    return cells_of
 
 
 def _fill(problem: PoolProblem, busy_s: Sequence[float], room: list[int]) -> dict[int, int]:

@@ -33,7 +33,7 @@ from canzona_cli.core.optimizers.facts import Algorithm
 from canzona_cli.core.planner.exchange import group_traffic
 from canzona_cli.core.planner.order import LANES
 from canzona_cli.core.planner.pipeline import Job, make_jobs
-from canzona_cli.core.planner.plan import Plan, PlanKey, rank_buckets, sum_by_cell
+from canzona_cli.core.planner.plan import Plan, SameObject, rank_buckets, sum_by_cell
 from canzona_cli.core.planner.reduction import ring_scratch
 from canzona_cli.core.setup import Layout, Mesh, Setup
 
@@ -188,7 +188,8 @@ def batch_bytes(elements: Sequence[int]) -> int:
 
 def _is_head(matrix: Matrix) -> bool:
     """Returns True if the matrix belongs to one attention head, as `layers.3.q.5` does."""
-    return matrix.name.rpartition(".")[2].isdigit()
+    name = matrix.name
+    return name[-1].isdigit() and name.rpartition(".")[2].isdigit()
 
 
 def _largest(sizes: Iterable[int]) -> int:
@@ -243,12 +244,12 @@ def plan_memory(setup: Setup, layout: Layout, plan: Plan) -> PlanMemory:
     The last 8 results are cached, because making a plan, the search for a layout and the study of the plan need the
     same.
     """
-    return _plan_memory(setup, layout, PlanKey(plan))
+    return _plan_memory(setup, layout, SameObject(plan))
 
 
 @lru_cache(maxsize=8)
-def _plan_memory(setup: Setup, layout: Layout, key: PlanKey) -> PlanMemory:
-    plan = key.plan
+def _plan_memory(setup: Setup, layout: Layout, key: SameObject[Plan]) -> PlanMemory:
+    plan = key.value
     stages = [_stage_memory(setup, layout, plan, stage) for stage in range(plan.subject.layout.pp)]
     return max(stages, key=lambda memory: (memory.total, -memory.worst.rank))
 

@@ -82,15 +82,35 @@ class Assignment:
     shared_costs: SharedCosts = HOSTED
     """The costs of the shared matrices, by index."""
 
-    def loads(self, matrices: Sequence[Matrix], costs: Sequence[float], stage: int, dp: int, tp: int) -> list[float]:
-        """Returns the update seconds of each cell of a stage, at index `owner * tp + host`."""
-        shared_costs = self.shared_costs
+    def loads(self, matrices: Iterable[Matrix], costs: Sequence[float], dp: int, tp: int) -> list[float]:
+        """Returns the update seconds of each cell of a stage, at index `owner * tp + host`.
+
+        Args:
+            matrices: the matrices of the stage.
+            costs: the seconds of all matrices.
+        """
+        cells, shared_costs = self.cells, self.shared_costs
+        indices = [matrix.index for matrix in matrices]
         placed = (
-            (cell, shared_costs[matrix.index].each, True) if matrix.index in shared_costs else (cell, cost, False)
-            for matrix, cell, cost in zip(matrices, self.cells, costs, strict=True)
-            if matrix.stage == stage
+            (cells[index], shared_costs[index].each, True)
+            if index in shared_costs
+            else (cells[index], costs[index], False)
+            for index in indices
         )
         return sum_by_cell(placed, 0.0, cells=dp * tp, tp=tp)
+
+
+class SameObject[Value](NamedTuple):
+    """A plan or a list of thousands of matrices as the key of a cache. Only the same object is equal, because comparing
+    values would take longer than computing what is cached."""
+
+    value: Value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SameObject) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
 class Range(NamedTuple):
@@ -239,7 +259,8 @@ class Plan:
     def loads(self, stage: int) -> list[float]:
         """Returns the update seconds of each cell of a stage, at index `owner * tp + host`."""
         mesh = self.subject.layout
-        return self.assignment.loads(self.matrices, self.costs, stage, mesh.owners, mesh.tp)
+        matrices = (matrix for matrix, _ in self.placed[stage])
+        return self.assignment.loads(matrices, self.costs, mesh.owners, mesh.tp)
 
     def held_elements(self, stage: int) -> list[int]:
         """Counts the matrix elements that each cell of a stage holds, at index `owner * tp + host`. A hosted
@@ -311,19 +332,6 @@ class Plan:
         return plan
 
 
-class PlanKey(NamedTuple):
-    """A plan as the key of a cache. Plans are equal only if they are the same object, because comparing thousands of
-    matrices would take long."""
-
-    plan: Plan
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, PlanKey) and self.plan is other.plan
-
-    def __hash__(self) -> int:
-        return id(self.plan)
-
-
 def content_hash(content: Mapping[str, object]) -> str:
     """Computes the hash of a plan file's content; ignores entries that the hash does not cover."""
     return _digest({name: content[name] for name in _CONTENT if name in content})
@@ -348,11 +356,12 @@ def _execution_fields(shared_cost: SharedCost | None) -> dict[str, object]:
 
 def _lines(content: Mapping[str, object]) -> Iterator[str]:
     """Yields the lines of a plan file: one for each value, and one for each entry of a list of entries."""
+    encode = json.JSONEncoder(allow_nan=False).encode  # `json.dumps` would make one for each of thousands of matrices
     for name, value in content.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
-            yield f'"{name}": [\n ' + ",\n ".join(json.dumps(item, allow_nan=False) for item in value) + "\n]"
+            yield f'"{name}": [\n ' + ",\n ".join(map(encode, value)) + "\n]"
         else:
-            yield f'"{name}": {json.dumps(value, allow_nan=False)}'
+            yield f'"{name}": {encode(value)}'
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """The problem of assigning the matrices of a pipeline stage to cells, and a solution."""
 
-from collections.abc import Hashable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -73,6 +73,30 @@ class PoolProblem:
         for unit, owner in owners.items():
             by_owner[owner] += self.units[unit]
         return [sorted(matrices) for matrices in by_owner]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The experts of a pipeline stage, which are divided among ranks. All expert-parallel ranks have equal experts."""
+
+    problem: PoolProblem
+    """The problem of the first expert-parallel rank."""
+    ranks: Sequence[Sequence[int]]
+    """The matrices of each expert-parallel rank, in the same order."""
+
+    def in_order(self, owners: Owners) -> list[int]:
+        """Returns the owner of each of a rank's matrices, given the owners of the first rank's units."""
+        return [owners[self.problem.matrices[index].unit] for index in self.ranks[0]]
+
+    def cells(self, rank: int, owners: Sequence[int]) -> Iterator[tuple[int, Cell]]:
+        """Yields each matrix of an expert-parallel rank with the cell of its owner.
+
+        Args:
+            owners: the owner of each matrix, see `in_order`.
+        """
+        mesh = self.problem.mesh
+        cells = [Cell.at(cell, mesh) for cell in mesh.expert_cells(rank)]
+        return zip(self.ranks[rank], map(cells.__getitem__, owners), strict=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from canzona_cli.core.costs.buffers import warmup_forwards
 from canzona_cli.core.costs.links import Transfer
 from canzona_cli.core.costs.model import StageTime
 from canzona_cli.core.costs.modules import Module
-from canzona_cli.core.costs.timeline import TaskTimes, Timeline
+from canzona_cli.core.costs.timeline import Task, TaskTimes, Timeline
 from canzona_cli.core.planner.chunks import STREAMS, Chunk
 from canzona_cli.core.setup import Layout
 
@@ -101,6 +101,8 @@ class IterationTimeline:
         """The task, by stage and chunk, of each gathering that has started."""
         self._reducing: list[list[int]] = [[] for _ in stages]
         """The last task of each chunk's reduction, by stage."""
+        self._waits: list[list[int]] = [[] for _ in stages]
+        """The tasks for which each stage's next computation waits, one after another."""
         for stage, work in enumerate(stages):
             self._compute_task(stage, "other", work.begin_s)
             for index in work.early:
@@ -120,10 +122,11 @@ class IterationTimeline:
         }
         task_times = self._timeline.run_slowed(slowed_by, units)
         self._computed_s = [task_times[task].end for task in self._last_tasks]
-        self._streams: dict[Hashable, list[tuple[str, TaskTimes, str | None]]] = {}
+        self._ends = [times.end for times in task_times]
+        """The time at which each task ends."""
+        self._streams: dict[Hashable, list[tuple[Task, TaskTimes]]] = {}
         for task, times in zip(self._timeline.tasks, task_times, strict=True):
-            held_by = None if times.held_by is None else self._timeline.tasks[times.held_by].phase
-            self._streams.setdefault(task.stream, []).append((task.phase, times, held_by))
+            self._streams.setdefault(task.stream, []).append((task, times))
         # The time at which each stage's last reduction ends, or its backward pass if that ends later.
         reduced = [
             max([computed, *(task_times[task].end for task in reducing)])
@@ -179,7 +182,8 @@ class IterationTimeline:
                     passes_added[stage] += 1
         for stage, send in enumerate(self._unawaited):
             if send is not None:
-                self._compute_task(stage, "pipeline", after=[send])
+                self._waits[stage].append(send)
+            self._end_waits(stage)
 
     def _arrived(self, stage: int, step: _Pass) -> bool:
         """Returns True if the sending of a pass's input has been added to the timeline."""
@@ -199,8 +203,9 @@ class IterationTimeline:
         is_last = direction == "backward" and step.micro == layout.num_microbatches - 1
         source = self._source(stage, step)
         if source is not None:
-            self._compute_task(stage, "pipeline", after=[self._sent[direction, source, step.micro]])
+            self._waits[stage].append(self._sent[direction, source, step.micro])
         if self._stages[stage].aligned and step.gathers is not None:
+            self._end_waits(stage)
             self._gather_chunk(stage, step.gathers)
         if is_first or is_last:
             self._compute_task(stage, direction, time.pass_s)
@@ -231,7 +236,12 @@ class IterationTimeline:
             if not step.waits:
                 awaited, self._unawaited[stage] = self._unawaited[stage], send
             if awaited is not None:
-                self._compute_task(stage, "pipeline", after=[awaited])
+                self._waits[stage].append(awaited)
+
+    def _end_waits(self, stage: int) -> None:
+        """Adds a task at whose end the stage's waits are over."""
+        if self._waits[stage]:
+            self._compute_task(stage, "pipeline")
 
     def _first_forward(self, stage: int, model_chunk: int) -> None:
         """Adds the first forward pass module by module, with gatherings chained as in Megatron.
@@ -303,12 +313,13 @@ class IterationTimeline:
         )
 
     def _compute_task(self, stage: int, phase: str, seconds: float = 0.0, after: Sequence[int] = ()) -> None:
+        waits, self._waits[stage] = self._waits[stage], []
         self._last_tasks[stage] = self._timeline.add(
             phase,
             ("compute", stage),
             seconds=seconds,
             cores=float(self._layout.owners * self._layout.tp) if seconds else 0.0,
-            after=after,
+            after=[*waits, *after] if waits else after,
         )
 
     def _transfer(
@@ -331,17 +342,22 @@ class IterationTimeline:
         than the previous one ends, so that time in which several streams transfer is counted once."""
         transfers = [entry for stream in STREAMS for entry in self._streams.get((stream, stage), ())]
         end = 0.0
-        for phase, times, _ in sorted(transfers, key=lambda entry: entry[1].start):
+        for task, times in sorted(transfers, key=lambda entry: entry[1].start):
             start, end = max(times.start, end), max(times.end, end)
-            yield phase, start, end
+            yield task.phase, start, end
 
     def _compute(self, stage: int) -> Iterator[tuple[bool, str, float, float]]:
         """Yields the (waiting, phase, start, end) of the compute stream, without gaps. `waiting` is True for
         a wait, which has the phase of the task that ended it."""
-        for phase, times, held_by in self._streams["compute", stage]:
-            if held_by is not None:
-                yield True, held_by, times.ready, times.start
-            yield False, phase, times.start, times.end
+        for task, times in self._streams["compute", stage]:
+            if times.held_by is not None:
+                phase, ready = self._timeline.tasks[times.held_by].phase, times.ready
+                # A rank waits for messages one after another, but for all gatherings of a module at once.
+                for end in map(self._ends.__getitem__, task.after if phase == "pipeline" else (times.held_by,)):
+                    if end > ready:
+                        yield True, phase, ready, end
+                        ready = end
+            yield False, task.phase, times.start, times.end
 
 
 def _one_f_one_b(layout: Layout, stage: int) -> list[_Pass]:

@@ -8,14 +8,21 @@ from typing import Final
 
 from canzona_cli.core.costs.buffers import bucket_elements
 from canzona_cli.core.costs.model import stage_time
-from canzona_cli.core.costs.padding import PaddedBucket, lay_out
+from canzona_cli.core.costs.padding import lay_out
 from canzona_cli.core.costs.update import rounded, update_times
 from canzona_cli.core.host import cores
 from canzona_cli.core.model.matrices import Matrix
 from canzona_cli.core.model.matrices import matrices as matrices_of
-from canzona_cli.core.planner.buckets import even_bucket, pool_parameters, pools
+from canzona_cli.core.planner.buckets import (
+    Pool,
+    alike_pools,
+    copy_buckets,
+    even_bucket,
+    pool_matrices,
+    pool_parameters,
+)
 from canzona_cli.core.planner.memory import memory_of
-from canzona_cli.core.planner.plan import Assignment, Bucket, Cell, Plan, PlanKey
+from canzona_cli.core.planner.plan import Assignment, Bucket, Cell, Plan, SameObject
 from canzona_cli.core.setup import Layout, Setup
 from canzona_cli.core.setup.execution import AnyStrategy, splitting_of, strategy_of, with_strategy
 from canzona_cli.core.simulate.prediction import Prediction
@@ -61,12 +68,12 @@ def simulate_plan(setup: Setup, layout: Layout, plan: Plan) -> StrategyResult:
     The last 8 results are cached, because the search for a layout has already simulated the plan of the chosen
     layout.
     """
-    return _simulate_plan(setup, layout, PlanKey(plan))
+    return _simulate_plan(setup, layout, SameObject(plan))
 
 
 @lru_cache(maxsize=8)
-def _simulate_plan(setup: Setup, layout: Layout, key: PlanKey) -> StrategyResult:
-    plan = key.plan
+def _simulate_plan(setup: Setup, layout: Layout, key: SameObject[Plan]) -> StrategyResult:
+    plan = key.value
     workload = Workload(
         strategy=plan.subject.settings.strategy,
         matrices=plan.matrices,
@@ -120,24 +127,37 @@ def assign_layerwise(
     cells = [Cell(owner=0, host=0)] * len(matrices)
     buckets: list[Bucket] = []
     bucket_counts = Counter[int]()
-    laid_out: dict[tuple[tuple[int, ...], int, int | None], list[PaddedBucket]] = {}
-    for pool in pools(matrices):
-        all_parameters, shard_count = pool_parameters(matrices, pool, layout.tp), layout.reducers(pool.expert_rank)
-        for model_chunk in reversed(range(layout.vpp)):
-            parameters = [parameter for parameter in all_parameters if parameter.chunk == model_chunk]
-            sizes = tuple(parameter.elements for parameter in parameters)
-            key = sizes, shard_count, bucket_elements if pool.stage == 0 else None
-            if key not in laid_out:  # the experts of all expert-parallel ranks have the same sizes
-                laid_out[key] = list(lay_out(*key))
-            for bucket in laid_out[key]:
-                shards = [[parameters[index] for index in shard] for shard in bucket.shards]
-                for owner, parameters_of_owner in enumerate(shards):
-                    cell = pool.cell(owner, layout)
-                    for index in (index for parameter in parameters_of_owner for index in parameter.matrices):
-                        cells[index] = cell
-                buckets.append(even_bucket(shards, pool, bucket_counts[pool.stage]))
-                bucket_counts[pool.stage] += 1
+    members, alike = pool_matrices(matrices), alike_pools(matrices)
+    laid_out: dict[Pool, tuple[list[int], list[Bucket]]] = {}
+    """The owner of each matrix, and the buckets, of the first of several alike pools."""
+    for pool, matrices_of_pool in members.items():
+        first = alike[pool]
+        if first not in laid_out:
+            laid_out[first] = _lay_out_layerwise(matrices, first, layout, bucket_elements)
+        owners, of_pool = laid_out[first]
+        cell_of = [pool.cell(owner, layout) for owner in range(layout.reducers(pool.expert_rank))]
+        for matrix, owner in zip(matrices_of_pool, owners, strict=True):
+            cells[matrix.index] = cell_of[owner]
+        buckets += copy_buckets(of_pool, members[first], matrices_of_pool, pool, bucket_counts[pool.stage])
+        bucket_counts[pool.stage] += len(of_pool)
     return Assignment(cells=tuple(cells)), tuple(buckets)
+
+
+def _lay_out_layerwise(
+    matrices: Sequence[Matrix], pool: Pool, layout: Layout, bucket_elements: int | None
+) -> tuple[list[int], list[Bucket]]:
+    """Returns the owner of each matrix of a pool, and the pool's buckets (see `assign_layerwise`)."""
+    owner_of: dict[int, int] = {}
+    buckets: list[Bucket] = []
+    for model_chunk in reversed(range(layout.vpp)):
+        parameters = [p for p in pool_parameters(matrices, pool, layout.tp) if p.chunk == model_chunk]
+        sizes, limit = [parameter.elements for parameter in parameters], bucket_elements if pool.stage == 0 else None
+        for bucket in lay_out(sizes, layout.reducers(pool.expert_rank), limit):
+            shards = [[parameters[index] for index in shard] for shard in bucket.shards]
+            for owner, parameters_of_owner in enumerate(shards):
+                owner_of |= {index: owner for parameter in parameters_of_owner for index in parameter.matrices}
+            buckets.append(even_bucket(shards, pool))
+    return [owner_of[matrix.index] for matrix in pool_matrices(matrices)[pool]], buckets
 
 
 def with_cores(setup: Setup) -> Setup:

@@ -109,7 +109,7 @@ class UpdatePhase:
         teams = [team for stage in stages for team in self._teams(stage)]
         if self._cores is not None:
             return self._on_shared_cores(teams, gathered)
-        cells = [cell for team in self._merge_alike(teams) for cell in self._on_separate_devices(team)]
+        cells = self._on_separate_devices(teams)
         return cells, [
             max(cell.update.matrix_update_s for cell in cells if cell.team.stage == stage) for stage in stages
         ]
@@ -193,16 +193,27 @@ class UpdatePhase:
         shared = self._assignment is not None and matrix.index in self._assignment.shared_costs
         return sent and not shared and self._setup.engine.gradient_bytes == FP32
 
-    def _merge_alike(self, teams: Iterable[Team]) -> list[Team]:
-        """Merges teams of a stage that have the same work into the first of them, which then represents all
-        of their ranks."""
-        alike: dict[Hashable, list[Team]] = {}
+    def _on_separate_devices(self, teams: Iterable[Team]) -> list[CellUpdate]:
+        """Returns the cells of teams whose ranks have separate devices. Teams of a stage that have the same work are
+        merged into the first of them, which then represents all of their ranks. Each kind of work is simulated once
+        for all stages."""
+        alike: dict[tuple[int, Hashable], list[Team]] = {}
         for team in teams:
             groups = tuple(tuple(map(self._work_key, group.matrices)) for group in team.groups)
             members = tuple(map(self._work_key, team.members))
-            key = team.stage, team.elements, team.clipped, groups, members, team.experts_s
-            alike.setdefault(key, []).append(team)
-        return [replace(equal[0], ranks=sum(team.ranks for team in equal)) for equal in alike.values()]
+            key = team.elements, team.clipped, groups, members, team.experts_s, self._adamw_s(team.stage)
+            alike.setdefault((team.stage, key), []).append(team)
+        updates: dict[Hashable, tuple[RankUpdate, ...]] = {}
+        cells: list[CellUpdate] = []
+        for (_, work), equal in alike.items():
+            if work not in updates:
+                updates[work] = self._updates(equal[0])
+            team, adamw_s = replace(equal[0], ranks=sum(team.ranks for team in equal)), self._adamw_s(equal[0].stage)
+            cells += (
+                CellUpdate(team=team, host=team.host + host, adamw_s=adamw_s, update=update)
+                for host, update in enumerate(updates[work])
+            )
+        return cells
 
     def _work_key(self, index: int) -> Hashable:
         """Returns a key of all properties on which the time of a matrix's update and exchange depends."""
@@ -213,18 +224,12 @@ class UpdatePhase:
             shared_cost = self._assignment.shared_costs.get(index)
         return cost, matrix.elements, matrix.shard_dim, matrix.home, host, shared_cost
 
-    def _on_separate_devices(self, team: Team) -> list[CellUpdate]:
-        """Returns the cells of a team whose ranks have separate devices."""
-        adamw_s = self._adamw_s(team.stage)
-        if self._assignment is not None:
-            norm_s = self._norm_clip.seconds(team.elements, team.clipped) + adamw_s
-            updates = self._model.hosted(team.groups, self._assignment, norm_s, team.experts_s)
-        else:
-            updates = self._model.unplanned(team.members, team.experts_s)
-        return [
-            CellUpdate(team=team, host=team.host + host, adamw_s=adamw_s, update=update)
-            for host, update in enumerate(updates)
-        ]
+    def _updates(self, team: Team) -> tuple[RankUpdate, ...]:
+        """Simulates the hosts of a team, each on a separate device."""
+        if self._assignment is None:
+            return self._model.unplanned(team.members, team.experts_s)
+        norm_s = self._norm_clip.seconds(team.elements, team.clipped) + self._adamw_s(team.stage)
+        return self._model.hosted(team.groups, self._assignment, norm_s, team.experts_s)
 
     def _on_shared_cores(
         self, teams: Sequence[Team], gathered: Sequence[Sequence[Transfer]] | None

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from canzona_cli.config.resolve import resolve
 from canzona_cli.core.errors import DoesNotFit
-from canzona_cli.core.model.matrices import Matrix
+from canzona_cli.core.model.matrices import Matrix, stage_matrices
 from canzona_cli.core.model.matrices import matrices as matrices_of
 from canzona_cli.core.planner.assign import assign
 from canzona_cli.core.planner.bounds import lower_bound
@@ -33,7 +33,10 @@ BUCKET = st.sampled_from([None, 20_000, 100_000])
 
 
 def _busiest(found: Assignment, matrices: tuple[Matrix, ...], costs: Sequence[float], dp: int, tp: int) -> float:
-    return max(max(found.loads(matrices, costs, stage, dp, tp)) for stage in {matrix.stage for matrix in matrices})
+    return max(
+        max(found.loads(stage_matrices(matrices, stage), costs, dp, tp))
+        for stage in {matrix.stage for matrix in matrices}
+    )
 
 
 @given(matrices=MODELS, mesh=GRIDS, plan=PLANS, bucket=BUCKET)
@@ -86,7 +89,7 @@ def test_no_cell_holds_more_than_its_cap(matrices: tuple[Matrix, ...], mesh: Lay
             reject()
         # The emptiest cell is below the mean, so twice the largest unit on top always suffices.
         raise
-    assert max(found.loads(matrices, elements, 0, mesh.owners, mesh.tp)) <= cap
+    assert max(found.loads(stage_matrices(matrices, 0), elements, mesh.owners, mesh.tp)) <= cap
 
 
 def test_a_cap_below_the_largest_matrix_does_not_fit() -> None:
@@ -107,8 +110,10 @@ def test_a_cap_moves_matrices_that_balance_alone_would_pile_up() -> None:
     elements = [float(matrix.elements) for matrix in matrices]
     free = assign(matrices, costs, grid(1, 2), CANZONA)
     cap = int(sum(elements) * 0.6)
-    assert max(free.loads(matrices, elements, 0, 2, 1)) > cap
-    assert max(assign(matrices, costs, grid(1, 2), CANZONA, cap).loads(matrices, elements, 0, 2, 1)) <= cap
+    assert max(free.loads(stage_matrices(matrices, 0), elements, 2, 1)) > cap
+    assert (
+        max(assign(matrices, costs, grid(1, 2), CANZONA, cap).loads(stage_matrices(matrices, 0), elements, 2, 1)) <= cap
+    )
 
 
 def test_asc_takes_the_even_share_a_unit_starts_in_and_hosts_in_turn() -> None:
@@ -132,7 +137,7 @@ def test_asc_shares_out_the_whole_buffer_not_each_bucket() -> None:
     assert found == assign(matrices, newton_schulz(matrices), mesh, plan), "buckets make no difference"
     assert len(buckets(matrices, found, mesh, plan, 40_000)) > 1
     elements = [float(matrix.elements) for matrix in matrices]
-    held = found.loads(matrices, elements, 0, 8, 1)
+    held = found.loads(stage_matrices(matrices, 0), elements, 8, 1)
     unit = max(sum(m.elements for m in matrices if m.unit == one.unit) for one in matrices)
     assert max(held) < sum(held) / 8 + unit
 
@@ -169,9 +174,9 @@ def test_grid_balance_of_every_size_is_within_a_few_percent_of_its_bound(size: S
 
         megatron, _ = assign_layerwise(matrices, mesh, bucket)
         for stage in range(mesh.pp):
-            loads = found.loads(matrices, costs, stage, mesh.owners, mesh.tp)
+            loads = found.loads(stage_matrices(matrices, stage), costs, mesh.owners, mesh.tp)
             owners = [sum(loads[start : start + mesh.tp]) for start in range(0, len(loads), mesh.tp)]
-            theirs = megatron.loads(matrices, costs, stage, mesh.owners, 1)
+            theirs = megatron.loads(stage_matrices(matrices, stage), costs, mesh.owners, 1)
             assert max(loads) <= max(theirs) * (1 + 1e-9)
             assert max(owners) / sum(owners) <= max(theirs) / sum(theirs) * (1 + 1e-9)
         assert padding_fraction(buckets(matrices, found, mesh, CANZONA, bucket)) < 1e-4

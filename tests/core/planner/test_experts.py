@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from canzona_cli.config.resolve import fill
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.buffers import stage_weights
-from canzona_cli.core.model.matrices import Matrix
+from canzona_cli.core.model.matrices import Matrix, stage_matrices
 from canzona_cli.core.model.matrices import matrices as matrices_of
 from canzona_cli.core.planner.assign import assign
 from canzona_cli.core.planner.bounds import stage_bound
+from canzona_cli.core.planner.buckets import Pool, typical_pools
 from canzona_cli.core.planner.make import make_plan
 from canzona_cli.core.planner.measures import balance
 from canzona_cli.core.planner.memory import plan_memory
@@ -130,7 +131,7 @@ def test_no_rank_is_faster_than_the_bound_and_loads_add_up(mesh: Layout, layers:
     costs = newton_schulz(matrices)
     found = assign(matrices, costs, mesh, CANZONA)
     for stage in range(mesh.pp):
-        loads = found.loads(matrices, costs, stage, mesh.owners, mesh.tp)
+        loads = found.loads(stage_matrices(matrices, stage), costs, mesh.owners, mesh.tp)
         assert sum(loads) == pytest.approx(sum(c for m, c in zip(matrices, costs, strict=True) if m.stage == stage))
         bound = stage_bound(matrices, costs, stage, mesh)
         alone = sum(c for m, c in zip(matrices, costs, strict=True) if (m.stage, m.expert_rank) == (stage, 0))
@@ -183,7 +184,7 @@ def test_small_stages_are_balanced_to_within_one_expert_of_the_best(tp: int, dp:
     best = best_by_trying(matrices, costs, mesh)
     assert stage_bound(matrices, costs, 0, mesh) <= best * (1 + 1e-9)
     one = max(cost for matrix, cost in zip(matrices, costs, strict=True) if matrix.expert_rank is not None)
-    assert max(found.loads(matrices, costs, 0, mesh.owners, mesh.tp)) <= best + one
+    assert max(found.loads(stage_matrices(matrices, 0), costs, mesh.owners, mesh.tp)) <= best + one
 
 
 def test_experts_make_up_for_unequal_dense_matrices() -> None:
@@ -206,6 +207,13 @@ def test_buckets_of_experts_end_where_owners_can_have_equal_shares() -> None:
     assert [bucket.elements // size for bucket in of_first[:-1]] == [8] * (len(of_first) - 1)
     assert sum(bucket.elements for bucket in of_first) == 6 * 4 * 3 * size
     assert all(bucket.padding == 0 for bucket in of_first)
+
+
+def test_later_stages_and_the_experts_of_later_ranks_are_alike() -> None:
+    mesh = replace(layout(pp=4, dp=4), ep=2)
+    assert typical_pools(members(mesh, layers=8)) == [Pool(0), Pool(0, 0), Pool(1), Pool(1, 0)]
+    # The last stage has one layer, the others two.
+    assert typical_pools(members(mesh, layers=7)) == [Pool(0), Pool(0, 0), Pool(1), Pool(1, 0), Pool(3), Pool(3, 0)]
 
 
 def test_a_rank_stores_a_share_of_the_experts_whole() -> None:

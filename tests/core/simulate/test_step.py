@@ -32,7 +32,7 @@ from canzona_cli.core.simulate import step as simulate_module
 from canzona_cli.core.simulate.iteration import IterationTimeline, StageWork
 from canzona_cli.core.simulate.predict import assign_layerwise, simulate_plan
 from canzona_cli.core.simulate.step import StrategyResult, refreshes, simulate
-from canzona_cli.core.simulate.update import Workload
+from canzona_cli.core.simulate.update import RankUpdate, Workload
 from canzona_cli.core.simulate.update_phase import Team, UpdatePhase
 from tests.sizes import CPU, H100, Size, layout, run
 
@@ -548,16 +548,22 @@ def test_owners_that_do_the_same_are_simulated_once(
 ) -> None:
     """One by one they come to the very same."""
     given_run = inputs(config_of("0.6b", mesh), mesh, strategy, splitting=splitting)
-    together, cells = simulate(*given_run), []
-    alike = UpdatePhase._merge_alike
+    once: list[Team] = []
+    each: list[Team] = []
+    updates = UpdatePhase._updates
 
-    def one_by_one(self: UpdatePhase, teams: Sequence[Team]) -> list[Team]:
-        cells.extend([len(alike(self, teams)), len(teams)])
-        return list(teams)
+    def counted(teams: list[Team]) -> StrategyResult:
+        def update(self: UpdatePhase, team: Team) -> tuple[RankUpdate, ...]:
+            teams.append(team)
+            return updates(self, team)
 
-    monkeypatch.setattr(UpdatePhase, "_merge_alike", one_by_one)
-    apart = simulate(*given_run)
-    assert cells[0] < cells[1]
+        monkeypatch.setattr(UpdatePhase, "_updates", update)
+        return simulate(*given_run)
+
+    together = counted(once)
+    monkeypatch.setattr(UpdatePhase, "_work_key", lambda self, index: index)
+    apart = counted(each)
+    assert len(once) < len(each)
     for name in ("iteration_s", "optimizer_s", "phases", "slowest_rank", "events"):
         assert getattr(together, name) == getattr(apart, name), name
     assert together.mean_phases == pytest.approx(apart.mean_phases, rel=1e-12)
