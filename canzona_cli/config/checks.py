@@ -181,7 +181,8 @@ def _tokenizer_problems(config: RunConfig) -> Iterator[Problem]:
         return
     if data.tokenizer in ("byte", "bpe") and vocabulary < BYTE_TOKENIZER_IDS:
         reason = f"is below the {BYTE_TOKENIZER_IDS} ids of bytes and an end of document"
-        yield Problem("model.vocab_size", reason, "use model.vocab_size=384")
+        fix = "use model.vocab_size=384, or write data.path=PREFIX for data of another tokenizer"
+        yield Problem("model.vocab_size", reason, fix)
 
 
 def _cluster_problems(config: RunConfig) -> Iterator[Problem]:

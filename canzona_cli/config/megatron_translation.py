@@ -361,7 +361,6 @@ class _Translation:
         data = self._text("data_path") or ""
         if len(data.split()) == 1:
             self._set("data.path", text_value(data), "data_path")
-            return batch
         return batch
 
     def _schedule(self, batch: int) -> None:

@@ -37,8 +37,8 @@ def overruling_settings(recipes: Sequence[Path], parsed: Overrides) -> Iterator[
     chain = [dict(leaves(read_yaml(file))) for file in recipes] if len(recipes) > 1 else []
 
     def last_recipe_with(name: str) -> int:
-        """Returns the index of the last recipe that sets `name`; -1 if none does."""
-        return max((index for index, tree in enumerate(chain) if name in tree), default=-1)
+        """Returns the index of the last recipe that sets `name`; -1 if none does. An empty mapping adds nothing."""
+        return max((index for index, tree in enumerate(chain) if tree.get(name, {}) != {}), default=-1)
 
     for key, overruling in _OVERRULED_BY.items():
         replaced = overruling in parsed.values or (key == "optimizer.lr" and "optimizer" in parsed.groups)
@@ -50,7 +50,7 @@ def drop_replaced(
     tree: Mapping[str, object], parsed: Overrides, set_keys: Collection[str], problems: list[Problem]
 ) -> None:
     """Drops the second setting of each pair in `_OVERRULED_BY` from a recipe's values if the first is set, and
-    changes the data source if the command line sets a data path or a blend, but no source.
+    changes the data source if there is a data path or a blend, but the command line sets no source.
 
     If the command line sets both settings of a pair, `lr` takes precedence over `lrs`, and `global_batch_size`
     over `batch_tokens`, about which `config_warnings` warns.
@@ -76,13 +76,12 @@ def drop_replaced(
 
 
 def _choose_source(tree: Mapping[str, object], parsed: Overrides) -> None:
-    """Changes `data.source` from stdlib to prepared if the command line sets a path or a blend, but no data
-    group or source, so that users may leave out `data=prepared`. The recipe's tokenizer is dropped."""
-    location = parsed.values.get("data.path") or parsed.values.get("data.blend")
+    """Changes `data.source` from stdlib to prepared if there is a path or a blend, but the command line sets no
+    data group or source, so that users and recipes may leave out `data=prepared`. The tokenizer is dropped."""
     data = tree.get("data")
-    if not location or "data" in parsed.groups or "data.source" in parsed.values or not isinstance(data, dict):
+    if "data" in parsed.groups or "data.source" in parsed.values or not isinstance(data, dict):
         return
-    if data.get("source") == "stdlib":
+    if data.get("source") == "stdlib" and (data.get("path") or data.get("blend")):
         data["source"] = "prepared"
         if "data.tokenizer" not in parsed.values:
             data.pop("tokenizer", None)

@@ -172,10 +172,8 @@ def _no_plan(config: RunConfig) -> str:
 
 def _unused_data(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
     data = config.data
-    chosen = explicit & {"data", "data.source"}
     for key, value in (("data.path", data.path), ("data.blend", data.blend)):
-        # A data group or source on the command line replaces the data of the recipe.
-        if value and data.source == "stdlib" and (key in explicit or not chosen):
+        if value and data.source == "stdlib" and key in explicit:
             reason = "is not read: data.source is stdlib, the source code of Python's standard library"
             yield Problem(key, reason, f"write data=prepared to train on it, or {key}=null")
     if "data.tokenizer" in explicit and data.source == "prepared":

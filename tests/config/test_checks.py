@@ -157,11 +157,10 @@ def test_prepared_data_that_are_typed_are_trained_on(recipe: str, typed: str) ->
     assert composed.warnings == ()
 
 
-def test_a_recipe_that_names_data_which_it_does_not_read_is_refused(tmp_path: Path) -> None:
+def test_prepared_data_that_a_recipe_names_are_trained_on_unless_others_are_typed(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("defaults: [qwen3-tiny]\ndata: {path: x}\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"data\.path"):
-        compose_run([f"recipe={recipe}"])
+    assert compose_run([f"recipe={recipe}"]).config.data == compose_run(["recipe=tiny", "data.path=x"]).config.data
     assert compose_run([f"recipe={recipe}", "data=stdlib-bytes"]).config.data.source == "stdlib"
 
 

@@ -19,6 +19,7 @@ from canzona_cli.config.completion import complete_override, joined_words
         ("train.recompute=n", ["train.recompute=none", "train.recompute=null"]),
         ("gp", ["gpus="]),
         ("train.steps=", []),
+        ("optimizer.stack=", [f"optimizer.stack={value}" for value in ("auto", "true", "false")]),
         ("nonsense=", []),
     ],
 )

@@ -41,6 +41,12 @@ def test_a_field_says_what_it_means_and_what_it_affects(setting: Setting) -> Non
     assert resumed in (NOTHING, CURVE, SPREAD, LAYOUT, MODEL, OPTIMIZER, OPTIMIZER | CURVE)
 
 
+def test_a_setting_that_is_auto_or_a_boolean_lists_both() -> None:
+    """A bare value of another type used to be called a list."""
+    (problem,) = refused(compose_run, ["recipe=tiny", "optimizer.stack=maybe"])
+    assert (problem.reason, problem.fix) == ("is not one of its choices", "use one of auto, true, false")
+
+
 def test_a_meaning_ends_with_the_unit_that_follows_from_the_name() -> None:
     assert settings()["cluster.memory_gib"].meaning.endswith("CPU rank. In GiB.")
     assert settings()["run.hang_timeout_s"].meaning.endswith("no limit. In seconds.")

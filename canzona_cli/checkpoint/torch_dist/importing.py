@@ -100,7 +100,8 @@ def plan_import(folder: TorchDistFolder, overrides: Sequence[str], recipes_dirs:
     """
     run, notes = _translate(folder)
     settings = {key: value for key, value in run.overrides.items() if not key.startswith(_CHOSEN_LATER)}
-    theirs = compose_run([f"{key}={value}" for key, value in settings.items()]).config
+    # The run's data are named when it is resumed, and checked then: its tokenizer may have fewer ids than the recipe's.
+    theirs = compose_run([f"{key}={value}" for key, value in settings.items()], training=False).config
     kind = kind_of_state(folder.keys, theirs.model) if folder.arguments.get("optimizer") in _OPTIMIZERS else None
     settings["optimizer"] = kind or run.optimizer
     asked = {key_of(override) for override in overrides}
@@ -109,7 +110,7 @@ def plan_import(folder: TorchDistFolder, overrides: Sequence[str], recipes_dirs:
     if "optimizer" in asked:  # Megatron's settings do not apply to another optimizer
         settings = {key: value for key, value in settings.items() if not key.startswith("optimizer")}
     derived = [f"{key}={value}" for key, value in settings.items() if key not in asked]
-    composed = compose_run([*derived, *overrides], recipes_dirs=recipes_dirs)
+    composed = compose_run([*derived, *overrides], recipes_dirs=recipes_dirs, training=False)
     refuse([*_setting_problems(folder, composed.config, theirs), *_tensor_problems(folder, theirs)])
     return _with_state(folder, composed, kind, notes)
 

@@ -25,10 +25,13 @@ from canzona_cli.checkpoint.store import StoredCheckpoint
 from canzona_cli.checkpoint.verify import limit_problems, verify
 from canzona_cli.cli.commands.output import progress, show, warn_about
 from canzona_cli.cli.views.checkpoint import bar_of_bytes
+from canzona_cli.config.compose import dump_resolved
+from canzona_cli.config.overrides import key_of
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import CheckpointInvalid, refuse
 from canzona_cli.core.model.families import parameter_count
 from canzona_cli.core.reading import display_path
+from canzona_cli.core.writing import write_text_atomic
 from canzona_cli.records.files import RunFiles
 from canzona_cli.records.words import count, plural, size
 
@@ -49,11 +52,12 @@ def import_hugging_face(
     parameters = parameter_count(composed.config.model).total
     with bar_of_bytes("importing", 4 * parameters) as on_bytes, stage_folder(out, key="--out") as run:
         name = import_weights(pretrained, composed.config, RunFiles(run), on_bytes=on_bytes).name
-    checkpoint, run_dir = RunFiles(out).checkpoints / name, display_path(out)
+        write_text_atomic(RunFiles(run).config, dump_resolved(composed.config))
+    checkpoint = RunFiles(out).checkpoints / name
     _conclude(
         {"checkpoint": str(checkpoint.absolute()), "parameters": parameters},
         f"Wrote {display_path(checkpoint)}: {count(parameters)} parameters in fp32.",
-        f"Train from it with: canzona train recipe=RECIPE run.dir={run_dir}, or init={run_dir}",
+        _next_command(out, composed.config, overrides),
         as_json=as_json,
     )
 
@@ -78,9 +82,20 @@ def import_megatron(
     _conclude(
         {"checkpoint": str(checkpoint.absolute()), **facts},
         f"Wrote {display_path(checkpoint)}: {count(parameters)} parameters in fp32{state}.",
-        f"Continue training with: canzona resume {display_path(out)} gpus=N cluster=NAME data.path=PREFIX",
+        _next_command(out, source.config, overrides),
         as_json=as_json,
     )
+
+
+def _next_command(out: Path, config: RunConfig, overrides: Sequence[str]) -> str:
+    """Returns a sentence with the command that trains an imported run, and with the data that it reads."""
+    typed = {key_of(override) for override in overrides}
+    words = [f"{key}={value}" for key, value in (("gpus", "N"), ("cluster", "NAME")) if key not in typed]
+    data = config.data.path or "the sets of data.blend"
+    if config.data.source == "stdlib":
+        words.append("data.path=PREFIX")
+        data = "PREFIX.bin and PREFIX.idx, which `canzona data prepare` or Megatron's preprocessing writes"
+    return f"Train it with: {' '.join(['canzona resume', display_path(out), *words])}\nIt reads {data}."
 
 
 def export_hugging_face(

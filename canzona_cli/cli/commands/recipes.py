@@ -1,6 +1,7 @@
 """`canzona recipes`: lists, shows and copies recipes, derives them from Hugging Face models, and shows their
 layouts."""
 
+import shlex
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -123,7 +124,8 @@ def copy(
         text = _short_text(composed.recipe_file, overrides or (), config.name)
     write_recipe(destination, text, force=force)
     written = display_path(destination)
-    typer.echo(f"Wrote {written}. Train it with: canzona train recipe={written}")
+    where = "".join(f" --recipes-dir {shlex.quote(str(folder))}" for folder in recipes_dir or ()) if short else ""
+    typer.echo(f"Wrote {written}. Train it with: canzona train recipe={written}{where}")
 
 
 def _short_text(recipe: Path, overrides: "Sequence[str]", name: str) -> str:

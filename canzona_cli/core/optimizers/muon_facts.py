@@ -52,7 +52,8 @@ class MomentumConfig(OptimizerBase):
     ] = "quintic"
     scale_mode: Annotated[
         ScaleMode,
-        "How the update is scaled by the shape of the matrix; spectral: by sqrt(max(rows, cols)).",
+        "How the update is scaled by the shape of the matrix. spectral: by sqrt(max(rows, cols)); unit_rms_norm: by"
+        " sqrt(rows / cols); shape_scaling: by the same, but at least 1.",
         CURVE,
     ] = "spectral"
     scale_factor: Annotated[

@@ -216,13 +216,17 @@ class ScheduleConfig:
 
     AFFECTS: ClassVar[Affects] = CURVE
 
-    decay: Annotated[DecayStyle, "Shape of the decay after the warm-up."] = "cosine"
+    decay: Annotated[
+        DecayStyle,
+        "Shape of the decay after the warm-up, to the minimum at `decay_steps`. wsd (warm-up, stable, decay): the peak"
+        " until the last `wsd_decay_steps`, then linear. constant: no decay.",
+    ] = "cosine"
     warmup_steps: Annotated[
         CountOrZero | None, "Steps of linear warm-up; null: a twentieth of `decay_steps`, at most 2000."
     ] = None
     decay_steps: Annotated[Count | None, "Step at which the rate reaches its minimum; null: `train.steps`."] = None
     wsd_decay_steps: Annotated[
-        Count | None, "For wsd: steps of the final decay; null: a tenth of the steps after the warm-up."
+        Count | None, "For wsd: steps of the decay at the end; null: a tenth of the steps after the warm-up."
     ] = None
 
     def complete(self, steps: int) -> "ScheduleConfig":

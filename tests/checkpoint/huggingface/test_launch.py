@@ -1,6 +1,7 @@
 """A launch from a Hugging Face folder: looked at without torch, imported once, and gone on from like any other run."""
 
 import json
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -54,6 +55,15 @@ def test_weights_of_another_family_are_refused_by_its_name(folder: Path, tmp_pat
         done = canzona("train", f"recipe={recipe}", f"init={weights}", *SMALL, "--prepare-only", cwd=tmp_path, code=2)
         step = "" if weights == folder else "/checkpoints/step-00000000"
         assert "".join(said.format(f"{weights}{step}").split()) in "".join(done.stderr.split())
+
+
+def test_the_command_that_an_import_names_begins_with_its_weights(folder: Path, tmp_path: Path) -> None:
+    """No recipe is typed: the import has written the run's settings."""
+    done = canzona("checkpoint", "import", folder, "--out", tmp_path / "run", "gpus=1", "cluster=cpu", code=0)
+    command, *words = shlex.split(done.stderr.splitlines()[-2].partition("Train it with: ")[2])
+    assert (command, words[0], words[2:]) == ("canzona", "resume", ["data.path=PREFIX"])
+    told = canzona(*words[:2], "--dry-run", code=0)
+    assert "start at step 1 with the imported weights (step-00000000)" in " ".join(told.stderr.split())
 
 
 @pytest.mark.parametrize("recipe", [("recipe=tiny", *SMALL), ()], ids=["recipe", "no recipe"])

@@ -109,6 +109,26 @@ def test_canzona_and_megatron_go_on_from_each_other(
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("ids", [128, 16384])
+def test_megatron_goes_on_after_a_round_trip_with_few_and_with_many_ids(ids: int, tmp_path: Path) -> None:
+    """Megatron's own layer-wise Muon saves and loads. The tokenizers of built-in text have more than 128 ids, and
+    `VOCABULARY` lies between the two."""
+    from tests.library.pretraining import LOOP, MUON, pretrain
+    from tests.library.pretraining import QWEN3 as SHAPE
+
+    run = (*SHAPE, *LOOP, "--vocab-size", str(ids - 1), *MUON, *BF16, *SHARDED)
+    losses = _losses(pretrain(*run, "--save", str(tmp_path / "saved"), "--save-interval", str(SAVED)))
+    _imported(tmp_path / "saved" / f"iter_{SAVED:07d}", tmp_path / "run")
+    assert canzona("checkpoint", "export", tmp_path / "run", tmp_path / "out", "--to", "megatron").returncode == 0
+    _imported(tmp_path / "out", tmp_path / "again")
+    once, twice = state(tmp_path / "run"), state(tmp_path / "again")
+    assert once.keys() == twice.keys()
+    assert all(np.array_equal(once[name], twice[name]) for name in once)
+    loaded = pretrain(*run, "--load", str(tmp_path / "out"), "--use-checkpoint-args")
+    np.testing.assert_array_equal(_losses(loaded), losses)
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("flags", "engine", "apart"),
     [

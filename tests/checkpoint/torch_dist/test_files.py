@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pickle
+import shlex
 import shutil
 from argparse import Namespace
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from safetensors.numpy import load_file
 
 from canzona_cli.checkpoint.commit import write_checkpoint
@@ -34,6 +36,8 @@ QWEN3 = (
     *("model.num_attention_heads=4", "model.num_query_groups=2", "model.head_dim=16", "train.seq_length=64"),
     *("train.global_batch_size=8", "train.steps=8"),
 )
+FEW_IDS = (*QWEN3, "model.vocab_size=128", "data=prepared", "data.path=text")
+"""A model with fewer ids than the tokenizers of built-in text."""
 LLAMA = (*QWEN3, "model.qk_norm=false", "model.tied_embeddings=false", "train.precision=bf16")
 
 
@@ -85,6 +89,7 @@ def done(*words: str | Path) -> str:
     [
         pytest.param((*QWEN3, "optimizer.adamw_lr=0.001"), "muon", id="qwen3-muon"),
         pytest.param(LLAMA, "adamw", id="llama-adamw"),
+        pytest.param(FEW_IDS, "muon", id="128-ids"),
         pytest.param(QWEN3, "adamw", id="qwen3-adamw", marks=pytest.mark.sweep),
         pytest.param(LLAMA, "muon", id="llama-muon", marks=pytest.mark.sweep),
     ],
@@ -98,6 +103,26 @@ def test_masters_and_state_come_back_bit_for_bit(kind: Kind, settings: tuple[str
     assert sorted(names) == sorted(
         ["latest_checkpointed_iteration.txt", "iter_0000004", ".metadata", "__0_0.distcp", "common.pt", "metadata.json"]
     )
+
+
+def test_the_last_lines_of_an_import_have_the_next_command_and_its_data(tmp_path: Path) -> None:
+    done("export", saved(tmp_path / "run", "muon", *FEW_IDS), tmp_path / "out", "--to", "megatron")
+    *_, command, data = done("import", tmp_path / "out", "--out", tmp_path / "again").splitlines()
+    assert data.startswith("It reads PREFIX.bin and PREFIX.idx,")
+    program, *words = shlex.split(command.partition("Train it with: ")[2])
+    assert program == "canzona"
+    text = IndexedDatasetBuilder(f"{tmp_path}/text.bin", dtype=np.int32)
+    for _ in range(100):
+        text.add_document(np.arange(100), [100])
+    text.finalize(f"{tmp_path}/text.idx")
+    known = {"gpus=N": "gpus=1", "cluster=NAME": "cluster=cpu", "data.path=PREFIX": f"data.path={tmp_path}/text"}
+    assert known.keys() < set(words)
+    told = canzona(*[known.get(word, word) for word in words], "--dry-run", code=0)
+    assert f"continue from step {STEP}" in told.stderr
+    typed = ("gpus=1", "cluster=cpu", "data.path=text")
+    again = done("import", tmp_path / "out", "--out", tmp_path / "third", *typed)
+    assert again.splitlines()[-2].endswith("third")
+    assert again.splitlines()[-1] == "It reads text."
 
 
 def test_the_state_of_another_optimizer_stays_behind_and_that_is_said(tmp_path: Path) -> None:

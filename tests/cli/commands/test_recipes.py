@@ -1,12 +1,15 @@
 """`canzona recipes`: list, show, copy and layouts, with built-in recipes and the user's own."""
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import yaml
 
+from canzona_cli.cli.commands.recipes import copy
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.recipes import builtin_recipes_dir
+from canzona_cli.config.recipes import builtin_recipes_dir, group_options
 from canzona_cli.config.settings import settings
 from tests.cli.commands.support import canzona
 
@@ -79,6 +82,36 @@ def test_a_short_copy_has_only_the_changes_and_is_the_same_run(tmp_path: Path) -
     assert short == replace(compose_run(["recipe=qwen3-tiny", *changes]).config, name="mine")
     again = canzona("recipes", "copy", str(file), str(tmp_path / "other.yaml"), "--short", code=2)
     assert "can build only on another recipe's name" in " ".join(again.stderr.split())
+
+
+@pytest.mark.parametrize("recipe", group_options("recipe", [builtin_recipes_dir()]))
+def test_a_short_copy_of_every_recipe_can_be_read_and_is_the_same_run(recipe: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    for changes in (
+        ("data.path=texts/mine",),
+        ("optimizer=adamw", "optimizer.lr=0.001", "optimizer.lrs={}", "data.blend={texts/a:1,texts/b:3}"),
+        ("optimizer=soap", "optimizer.min_lr=1e-6", "optimizer.adamw_lr=0.001", "train.global_batch_size=8"),
+    ):
+        copy(recipe, file, list(changes), force=True, short=True)
+        read = compose_run([f"recipe={file}"]).config
+        assert read == replace(compose_run([f"recipe={recipe}", *changes]).config, name="mine")
+
+
+def test_a_short_copy_with_files_of_a_folder_names_the_folder_in_the_next_command(tmp_path: Path) -> None:
+    for group, option in (("model", "qwen3-tiny"), ("cluster", "cpu")):
+        (tmp_path / "my recipes" / group).mkdir(parents=True)
+        text = (builtin_recipes_dir() / group / f"{option}.yaml").read_text().replace(f"name: {option}", "name: ours")
+        (tmp_path / "my recipes" / group / "ours.yaml").write_text(text)
+    changes = ("model=ours", "cluster=ours", "--recipes-dir", "my recipes")
+    done = canzona("recipes", "copy", "tiny", "mine.yaml", *changes, "--short", cwd=tmp_path, code=0)
+    command, *words = shlex.split(done.stdout.partition("Train it with: ")[2])
+    assert command == "canzona"
+    shown = [
+        yaml.safe_load(canzona("recipes", "show", *named, cwd=tmp_path, code=0).stdout)
+        for named in (("tiny", *changes), ("mine.yaml", *words[2:]))
+    ]
+    assert shown[0] | {"name": "mine"} == shown[1]
+    assert "lr 0.005" in canzona(*words, "--dry-run", cwd=tmp_path, code=0).stdout
 
 
 def test_copy_refuses_what_no_recipe_may_be_named(tmp_path: Path) -> None:
