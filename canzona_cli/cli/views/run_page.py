@@ -1,7 +1,7 @@
 """The page of `canzona report --html`. Parts whose files the run does not have, such as a plan, are left
 out."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import groupby
@@ -11,7 +11,6 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from canzona_cli.cli.views.charts import MEMORY, Bar, Bars, Lane, Lanes, LoadMaps, planned_lanes
-from canzona_cli.cli.views.compare import COLUMNS
 from canzona_cli.cli.views.curves import Curve, Curves, loss_curve, side_by_side
 from canzona_cli.cli.views.document import Document, Mood, sections
 from canzona_cli.cli.views.markup import Html, fact_list, foldable, table_html, tag
@@ -34,11 +33,20 @@ from canzona_cli.records.compare import run_figures
 from canzona_cli.records.files import RunFiles, read_json
 from canzona_cli.records.records import Event, RankTimeline, StageEvent, describe, load_timelines
 from canzona_cli.records.summary import RunSummary
-from canzona_cli.records.words import duration, json_text, number, plural, size
+from canzona_cli.records.words import duration, json_text, number, plural, size, step_time
 
 _MOST_RANKS = 8
 """The most ranks whose timelines are drawn."""
 _MOST_EVENTS = 500
+_TILES: Mapping[str, tuple[str, Callable[[object], str]]] = {
+    "loss": ("loss", partial(number, spec=".4f")),
+    "best_validation": ("validation", partial(number, spec=".4f")),
+    "step_s": ("step time", step_time),
+    "tokens_per_s": ("tokens/s", partial(number, spec=",.0f")),
+    "mfu": ("MFU", partial(number, spec=".1%")),
+    "peak_memory_bytes": ("memory", size),
+}
+"""The heading and the format of each figure of a run that has a tile."""
 _MOODS: Mapping[str, Mood] = {"done": "good", "failed": "bad", "diverged": "bad"}
 
 
@@ -53,10 +61,11 @@ def run_page(summary: RunSummary) -> Document:
         notes += [f"no plan: {files.plan.name} {problem.reason}" for problem in error.problems]
     parts = [
         *_faults(summary),
+        *_curves(summary),
         section_head("Summary", ""),
+        _tiles(summary),
         *RunView(summary=summary).figures(),
         *remarks(notes),
-        *_curves(summary),
         *([] if breakdown is None else [BreakdownView(breakdown=breakdown)]),
         *_loads(layout, breakdown, plan),
         *_memory(config, layout, plan, breakdown),
@@ -70,7 +79,6 @@ def run_page(summary: RunSummary) -> Document:
         title=f"{summary.name or 'run'}: {summary.run_dir}",
         status=f"{summary.status}{exit_code_text}",
         mood=_MOODS.get(summary.status, "odd"),
-        top=_tiles(summary),
         sections=sections(parts),
     )
 
@@ -79,7 +87,7 @@ def _tiles(summary: RunSummary) -> Html:
     """Returns the tiles with the main figures of a run."""
     figures = run_figures(summary)
     steps = f"{summary.step:,}" + ("" if summary.steps_planned is None else f" of {summary.steps_planned:,}")
-    rows = [("steps", steps), *((head, show(figures[name])) for name, (head, show) in COLUMNS.items())]
+    rows = [("steps", steps), *((head, show(figures[name])) for name, (head, show) in _TILES.items())]
     return fact_list(rows, class_="tiles")
 
 
