@@ -110,6 +110,17 @@ class Group:
         ]
         return statistics.median(seconds) if seconds else None
 
+    @property
+    def tokens_per_step(self) -> float | None:
+        """The tokens per step of the first run that logged any."""
+        lines = (run.metrics[-1] for run in self.runs if run.metrics)
+        return next((line.tokens / line.step for line in lines if line.tokens is not None), None)
+
+
+def product(steps: float | None, per_step: float | None) -> float | None:
+    """Multiplies numbers that may be unknown."""
+    return None if steps is None or per_step is None else steps * per_step
+
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
@@ -127,16 +138,6 @@ class Verdict:
     def better(self) -> bool | None:
         """True if the best group is better than the second; None if there are too few seeds to judge that."""
         return None if self.p is None else self.p < SIGNIFICANCE and self.gap > 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reached:
-    """When a group's mean curve at its best learning rates reached the loss of the worst group."""
-
-    step: float
-    """The step, interpolated between two losses of the curve."""
-    seconds: float | None
-    tokens: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,22 +171,15 @@ class Ranking:
         steps = sorted(set[int]().union(*curves).intersection(*curves))
         return [(step, statistics.fmean(curve[step] for curve in curves)) for step in steps]
 
-    def reached(self, line: Group) -> Reached | None:
-        """Returns when a group reached the target; None if it has no curve."""
-        previous: tuple[int, float] | None = None
-        for step, loss in self.mean_curve(line):
-            if self.target is not None and loss <= self.target:
-                before, above = previous or (step, loss)
-                share = (above - self.target) / (above - loss) if above > loss else 1.0
-                exact = before + share * (step - before)
-                tokens = tokens_per_step(line)
-                return Reached(
-                    step=exact,
-                    seconds=None if line.step_s is None else exact * line.step_s,
-                    tokens=None if tokens is None else exact * tokens,
-                )
-            previous = step, loss
-        return None
+    def reached(self, line: Group) -> float | None:
+        """Returns the step at which a group's mean curve reached the target, interpolated between two losses; None if
+        it did not."""
+        curve, target = self.mean_curve(line), self.target
+        index = next((index for index, (_, loss) in enumerate(curve) if target is not None and loss <= target), None)
+        if not index or target is None:
+            return None if index is None else curve[0][0]
+        (before, above), (step, loss) = curve[index - 1 : index + 1]
+        return before + (above - target) / (above - loss) * (step - before)
 
     @cached_property
     def verdict(self) -> Verdict | None:
@@ -201,17 +195,11 @@ class Ranking:
             p=paired_p(differences) if len(differences) >= JUDGED_SEEDS else None,
         )
 
-    @cached_property
-    def left_out(self) -> Mapping[str, tuple[RunSummary, ...]]:
-        """The runs that are in no mean, by the reason: their status, or `behind` if they have no loss at the common
-        step."""
+    @property
+    def left_out(self) -> list[RunSummary]:
+        """The runs that are in no mean, because they failed or have no loss at the common step."""
         averaged = {run.run_dir for group in self.groups for trial in group.trials for run in trial.averaged}
-        reasons: dict[str, tuple[RunSummary, ...]] = {}
-        for run in self.comparison.runs:
-            if run.run_dir not in averaged:
-                reason = run.status if run.status in FAILURES else "behind"
-                reasons[reason] = (*reasons.get(reason, ()), run)
-        return reasons
+        return [run for run in self.comparison.runs if run.run_dir not in averaged]
 
     def as_json(self) -> dict[str, object]:
         """Returns the output of `--json` for three runs or more. New keys do not change `version`; any other
@@ -219,12 +207,10 @@ class Ranking:
         verdict = self.verdict
         return {
             "version": VERSION,
-            "by": self.by,
-            "step": self.step,
-            "target": self.target,
+            **{name: getattr(self, name) for name in ("by", "step", "target")},
             "verdict": None if verdict is None else {**vars(verdict), "better": verdict.better},
             "groups": [self._group_json(line) for line in self.lines],
-            "left_out": {reason: [str(run.run_dir) for run in runs] for reason, runs in self.left_out.items()},
+            "left_out": [str(run.run_dir) for run in self.left_out],
             "runs": runs_json(self.comparison),
         }
 
@@ -237,7 +223,11 @@ class Ranking:
             "edges": line.edges,
             "loss": None if best is None else {"mean": best.mean, "spread": best.spread, "by_seed": best.losses},
             "step_s": line.step_s,
-            "reached": None if reached is None else vars(reached),
+            "reached": {
+                "step": reached,
+                "seconds": product(reached, line.step_s),
+                "tokens": product(reached, line.tokens_per_step),
+            },
             "runs": [str(run.run_dir) for run in line.runs],
         }
 
@@ -281,12 +271,6 @@ def _common_step(groups: Sequence[Sequence[RunSummary]], by: By) -> int | None:
 def _sorted(groups: Iterable[Group]) -> list[Group]:
     """Sorts groups by their loss; groups without one come last."""
     return sorted(groups, key=lambda group: (group.best is None, 0.0 if group.best is None else group.best.mean))
-
-
-def tokens_per_step(line: Group) -> float | None:
-    """Returns the tokens that a group's first run trained on per step; None before a step is logged."""
-    last = next((run.metrics[-1] for run in line.runs if run.metrics), None)
-    return None if last is None or last.tokens is None else last.tokens / last.step
 
 
 def _varied_by_hand(differing: Mapping[str, Sequence[object]]) -> list[str]:

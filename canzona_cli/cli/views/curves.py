@@ -14,7 +14,7 @@ from typing import Final, Literal
 from rich.text import Text
 
 from canzona_cli.cli.views.charts import BLOCKS
-from canzona_cli.cli.views.markup import NOTHING, Html, Picture, foldable, join_markup, key, percent, table_html, tag
+from canzona_cli.cli.views.markup import NOTHING, Html, Picture, foldable, key, percent, table_html, tag
 from canzona_cli.cli.views.page import Screen
 from canzona_cli.cli.views.tables import GroupedTable, column
 from canzona_cli.records.words import number
@@ -175,7 +175,7 @@ class Curves(Picture):
         chart = _Chart(self, drawn).html()
         if self.numbers is None:
             return chart
-        return join_markup([chart, foldable("table of the numbers", self._table(drawn, self.numbers))])
+        return tag("div", chart, foldable("table of the numbers", self._table(drawn, self.numbers)))
 
     def _table(self, curves: Sequence[Curve], show: Callable[[float], str]) -> Html:
         """Returns a table of the curves' values: a column for each curve, a row for each of at most 25

@@ -22,10 +22,10 @@ from canzona_cli.records.groups import (
     By,
     Ranking,
     losses_of,
-    tokens_per_step,
+    product,
 )
 from canzona_cli.records.summary import RunSummary
-from canzona_cli.records.words import MISSING, count, duration, finite_or_none, number, plural, size, step_time
+from canzona_cli.records.words import MISSING, count, duration, number, plural, size, step_time
 
 _LONGEST_LABEL = 40
 _MOST_NAMES = 4
@@ -49,7 +49,7 @@ class RankingView(Page):
         labels = group_labels(ranking)
         yield GroupedTable(head=_head(ranking), labels=labels, groups=list(_columns(ranking)))
         yield from map(note, _explanation(ranking))
-        if (verdict := verdict_text(ranking)) is not None:
+        if (verdict := verdict_text(ranking)) is not None and not screen.page:  # there, it is at the top
             yield Text()
             yield paragraph(verdict, "bold")
         if self.verbose:
@@ -70,6 +70,8 @@ def group_labels(ranking: Ranking) -> list[str]:
     """Returns the name of each line of a ranking: the values of its settings, or its first run's directory if they
     are too long."""
     labels = [_label(line.settings) for line in ranking.lines]
+    if labels == [""]:
+        return ["all runs"]
     if all(0 < len(label) <= _LONGEST_LABEL for label in labels):
         return labels
     return run_names([line.runs[0] for line in ranking.lines])
@@ -86,8 +88,7 @@ def _label(settings: Mapping[str, object]) -> str:
 
 
 def _columns(ranking: Ranking) -> Iterator[Columns]:
-    lines, target = ranking.lines, ranking.target
-    bests = [line.best for line in lines]
+    lines = ranking.lines
     for key in ranking.rates if len(ranking.groups) > 1 else ():  # otherwise, the lines are named after their rates
         name, tried = key.rpartition(".")[2], [line.tried(key) for line in lines]
         if max(map(len, tried)) == 1:
@@ -98,20 +99,24 @@ def _columns(ranking: Ranking) -> Iterator[Columns]:
             for line in lines
         )
         yield Columns(name, ("tried", "best "), [*zip(map(_range, tried), best_rates, strict=True)])
-    losses = [MISSING if best is None else _loss(best.mean) for best in bests]
-    spreads = [None if best is None else best.spread for best in bests]
-    if any(spread is not None for spread in spreads):
-        seeds = [MISSING if best is None else str(len(best.losses)) for best in bests]
-        rows = [*zip(losses, map(_loss, spreads), seeds, strict=True)]
-        yield Columns(f"{ranking.by} loss", ("mean", "spread", "seeds"), rows)
-    else:
-        yield column(ranking.by, losses)
+    rows = [
+        (MISSING,) * 3 if best is None else (_loss(best.mean), _loss(best.spread), str(len(best.losses)))
+        for best in (line.best for line in lines)
+    ]
+    losses = Columns(f"{ranking.by} loss", ("mean", "spread", "seeds"), rows)
+    yield losses if _has_spread(ranking) else losses.drop("spread", "seeds")
     if any(line.step_s is not None for line in lines):
         yield column("step", [step_time(line.step_s) for line in lines])
-    if target is not None and len(lines) > 1:
-        reached = [ranking.reached(line) for line in lines]
-        cells = [("", "") if at is None else (duration(at.seconds), count(at.tokens)) for at in reached]
-        yield Columns(f"until {_loss(target)}", ("time", "tokens"), cells)
+    if len(lines) > 1 and ranking.target is not None:
+        reached = [(line, ranking.reached(line)) for line in lines]
+        cells = [
+            (duration(product(step, line.step_s)), count(product(step, line.tokens_per_step))) for line, step in reached
+        ]
+        yield Columns(f"until {_loss(ranking.target)}", ("time", "tokens"), cells)
+
+
+def _has_spread(ranking: Ranking) -> bool:
+    return any(line.best is not None and line.best.spread is not None for line in ranking.lines)
 
 
 def _range(tried: Sequence[float]) -> str:
@@ -128,7 +133,7 @@ def _explanation(ranking: Ranking) -> Iterator[str]:
     parts = [f"{runs}; {ranking.by} loss at step {ranking.step:,}, the last that all have"]
     if ranking.by == "training":
         parts.append(f"mean of {SMOOTHED_STEPS} logged steps, because there is no common validation")
-    if any(line.best is not None and line.best.spread is not None for line in ranking.lines):
+    if _has_spread(ranking):
         parts.append("spread: standard deviation over seeds")
     if len(ranking.lines) > 1:
         parts.append(f"until {_loss(ranking.target)}: when the mean curve reaches the loss of the last line")
@@ -141,7 +146,8 @@ def verdict_text(ranking: Ranking) -> str | None:
     verdict = ranking.verdict
     if verdict is None:
         return None
-    best, second = group_labels(ranking)[:2]
+    named = "" if (head := _head(ranking)) in ("optimizer", "group") else f"{head} "
+    best, second = (f"{named}{label}" for label in group_labels(ranking)[:2])
     seeds, lower = plural(verdict.seeds, "shared seed"), f"{best} is lower than {second} by {_loss(verdict.gap)}"
     if verdict.p is None:
         return f"{lower}; no verdict: {seeds}, and a verdict needs {JUDGED_SEEDS}"
@@ -158,18 +164,17 @@ def _remarks(ranking: Ranking, labels: Sequence[str]) -> Iterator[str]:
             beyond = "below" if edge == "lowest" else "above"
             whose = f"{label}: " if label else ""
             yield f"{whose}the best {key.rpartition('.')[2]} is the {edge} tried; the optimum may be {beyond} it"
-    tokens = [amount for line in ranking.lines if (amount := tokens_per_step(line)) is not None]
+    tokens = [line.tokens_per_step for line in ranking.lines if line.tokens_per_step is not None]
     if ranking.step is not None and len({*tokens}) > 1:
         least, most = (count(ranking.step * amount) for amount in (min(tokens), max(tokens)))
         yield f"steps differ in tokens: at step {ranking.step:,}, groups had trained on {least} to {most} tokens"
-    names = dict(zip((run.run_dir for run in ranking.comparison.runs), run_names(ranking.comparison.runs), strict=True))
-    for reason, runs in ranking.left_out.items():
-        text = "without a loss at that step" if reason == "behind" else reason
-        yield f"{plural(len(runs), 'run')} {text}, in no mean: {_listed([names[run.run_dir] for run in runs])}"
+    if left_out := ranking.left_out:
+        names = [f"{run.run_dir.name} ({run.status}, step {run.step:,})" for run in left_out]
+        yield f"{plural(len(left_out), 'run')} in no mean: {_listed(names)}"
     notes: dict[str, list[str]] = {}
-    for run in ranking.comparison.runs:
+    for run in (run for run in ranking.comparison.runs if run.status == "done"):
         for text in run.notes:
-            notes.setdefault(text.replace(str(run.run_dir), "RUN_DIR"), []).append(names[run.run_dir])
+            notes.setdefault(text.replace(str(run.run_dir), "RUN_DIR"), []).append(run.run_dir.name)
     for text, having in notes.items():
         yield f"{_listed(having)}: {text}"
 
@@ -187,11 +192,9 @@ def _runs_table(ranking: Ranking) -> GroupedTable:
     figures = [*map(run_figures, runs)]
     columns = {
         "group": [label for label, _ in rows],
-        "seed": [MISSING if run.config is None else str(run.config.train.seed) for run in runs],
         "status": [run.status for run in runs],
         "steps": [f"{run.step:,}" for run in runs],
         ranking.by: [*map(_loss, at_step)],
-        "last loss": [_loss(figure["loss"]) for figure in figures],
         "step": [step_time(figure["step_s"]) for figure in figures],
         "memory": [size(figure["peak_memory_bytes"]) for figure in figures],
     }
@@ -221,15 +224,12 @@ def comparison_page(ranking: Ranking) -> Document:
 
 def _page_parts(ranking: Ranking) -> Iterator[RenderableType]:
     labels = group_labels(ranking)
-    at_best = (
-        ", nats per token; each group at its best learning rates" if len(ranking.groups) > 1 else ", nats per token"
-    )
-    yield section_head("Loss", at_best)
+    yield section_head("Loss", ", nats per token; the runs at each group's best learning rates")
     yield side_by_side(*(_loss_curves(ranking, labels, by) for by in ("validation", "training")))
     yield section_head("Groups", ", with the best one first")
     yield RankingView(ranking=ranking)
-    yield section_head("Loss by setting", f": {ranking.by} loss at step {ranking.step}, mean over seeds")
-    yield side_by_side(*_losses_by_setting(ranking))
+    yield section_head("Loss by learning rate", f": {ranking.by} loss at step {ranking.step}, mean over seeds")
+    yield side_by_side(*_losses_by_rate(ranking, labels))
     bars = []
     for label, line in zip(labels, ranking.lines, strict=True):
         if (breakdown := next((run.breakdown for run in line.runs if run.breakdown is not None), None)) is not None:
@@ -253,32 +253,22 @@ def _loss_curves(ranking: Ranking, labels: Sequence[str], by: By) -> Curves:
         drawn += [(label, name, run, losses_of(run, by)) for name, run in zip(names, runs, strict=True)]
     last = max((step for *_, losses in drawn for step in losses), default=0)
     warmups = (run.config.schedule.warmup_steps or 0 for _, _, run, _ in drawn if run.config is not None)
-    begin = max(last // _SHOWN_SHARE, *warmups)
+    begin = max([last // _SHOWN_SHARE, *warmups])
     curves = []
     for label, name, _, losses in drawn:
         points = [(step, loss) for step, loss in losses.items() if step >= begin]
-        curves.append(Curve(name=name, points=points, group=label, dots=len(points) < 100))
+        curves.append(Curve(name=name, points=points, group=label, dots=by == "validation" and len(points) < 100))
     smoothed = f", mean of {SMOOTHED_STEPS} steps" if by == "training" else ""
     return Curves(title=f"{by} loss{smoothed}, from step {begin:,}", curves=curves, numbers=_loss, show=_loss)
 
 
-def _losses_by_setting(ranking: Ranking) -> Iterator[Curves]:
-    """Draws the loss over each learning rate and each numeric setting that was swept, with a line for each combination
-    of the other settings, at their best learning rates."""
-    lines: dict[str, dict[str, dict[float, float]]] = {}
-    for group in ranking.groups:
-        for trial in (trial for trial in group.trials if trial.losses):
-            for key, value in {**trial.rates, **group.settings}.items():
-                others = _label({name: other for name, other in group.settings.items() if name != key})
-                if (x := finite_or_none(value)) is not None:
-                    losses = lines.setdefault(key, {}).setdefault(others, {})
-                    losses[x] = min(trial.mean, losses.get(x, trial.mean))
-    for key, by_line in lines.items():
-        if max(map(len, by_line.values())) > 1:
-            curves = [
-                Curve(name=name or "loss", points=sorted(losses.items()), dots=True) for name, losses in by_line.items()
-            ]
-            values = [x for losses in by_line.values() for x in losses]
-            wide_range = min(values) > 0 and max(values) / min(values) > 5
-            title = f"loss by {key}"
-            yield Curves(title=title, curves=curves, axes="log x" if wide_range else "linear", x=key, show=_loss)
+def _losses_by_rate(ranking: Ranking, labels: Sequence[str]) -> Iterator[Curves]:
+    """Draws the loss over each learning rate that was varied, at the best value of the other rate."""
+    for key in ranking.rates:
+        curves = []
+        for label, group in zip(labels if len(ranking.groups) > 1 else ["loss"], ranking.groups, strict=True):
+            trials = sorted((trial for trial in group.trials if trial.losses), key=lambda trial: -trial.mean)
+            points = {trial.rates[key]: trial.mean for trial in trials}  # the lowest loss of each value is the last
+            curves.append(Curve(name=label, points=sorted(points.items()), dots=True))
+        if any(len(curve.points) > 1 for curve in curves):
+            yield Curves(title=f"loss by {key}", curves=curves, axes="log x", x=key, show=_loss)
