@@ -147,7 +147,7 @@ class Ranking:
     comparison: RunComparison
     by: By
     step: int | None
-    """The last step at which every group that has losses has one; None if there is no such step."""
+    """The last step at which every line that has losses has one; None if there is no such step."""
     rates: tuple[str, ...]
     """The keys of the learning rates that differ."""
     groups: tuple[Group, ...]
@@ -241,9 +241,10 @@ def rank(comparison: RunComparison) -> Ranking:
         settings = {key: comparison.settings[key][index] for key in varied}
         members.setdefault(repr(settings) if readable else str(index), (settings, []))[1].append(run)
     grouped = [group for _, group in members.values()]
-    by: By = "training" if _common_step(grouped, "validation") is None else "validation"
-    step = _common_step(grouped, by)
     rates = _rates_varied(comparison, grouped)
+    parts = grouped if len(grouped) > 1 else [*_by_rates(grouped[0], rates).values()]
+    by: By = "training" if _common_step(parts, "validation") is None else "validation"
+    step = _common_step(parts, by)
     groups = (Group(settings=settings, trials=_trials(group, rates, by, step)) for settings, group in members.values())
     return Ranking(comparison=comparison, by=by, step=step, rates=rates, groups=tuple(_sorted(groups)))
 
@@ -314,13 +315,18 @@ def _rates_of(run: RunSummary) -> dict[str, float]:
     return {} if optimizer is None else {LR: optimizer.lr, ADAMW_LR: optimizer.adamw_rates.lr}
 
 
-def _trials(group: Sequence[RunSummary], rates: Sequence[str], by: By, step: int | None) -> tuple[Trial, ...]:
+def _by_rates(group: Sequence[RunSummary], rates: Sequence[str]) -> dict[tuple[float, ...], list[RunSummary]]:
     """Divides the runs of a group by their learning rates."""
     members: dict[tuple[float, ...], list[RunSummary]] = {}
     for run in group:
         members.setdefault(tuple(_rates_of(run)[key] for key in rates), []).append(run)
+    return members
+
+
+def _trials(group: Sequence[RunSummary], rates: Sequence[str], by: By, step: int | None) -> tuple[Trial, ...]:
+    """Returns the trials of a group, with their losses at the common step."""
     trials = []
-    for values_of_rates, runs in sorted(members.items()):
+    for values_of_rates, runs in sorted(_by_rates(group, rates).items()):
         by_seed: dict[int, list[float]] = {}
         averaged = []
         for run in runs:
