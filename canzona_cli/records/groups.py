@@ -241,7 +241,7 @@ def rank(comparison: RunComparison) -> Ranking:
         settings = {key: comparison.settings[key][index] for key in varied}
         members.setdefault(repr(settings) if readable else str(index), (settings, []))[1].append(run)
     grouped = [group for _, group in members.values()]
-    rates = _rates_varied(comparison, grouped)
+    rates = _rates_varied(comparison) if readable else ()
     parts = grouped if len(grouped) > 1 else [*_by_rates(grouped[0], rates).values()]
     by: By = "training" if _common_step(parts, "validation") is None else "validation"
     step = _common_step(parts, by)
@@ -299,14 +299,11 @@ def _differs_within(key: str, others: Collection[str], differing: Mapping[str, S
     return False
 
 
-def _rates_varied(comparison: RunComparison, groups: Sequence[Sequence[RunSummary]]) -> tuple[str, ...]:
+def _rates_varied(comparison: RunComparison) -> tuple[str, ...]:
     """Returns the learning rates that differ; that of AdamW only if it does not follow from the other one."""
-    varied = [LR] if LR in comparison.settings else []
-    for group in groups:
-        pairs = {(rates[LR], rates[ADAMW_LR]) for run in group if (rates := _rates_of(run))}
-        if len(pairs) > len({lr for lr, _ in pairs}):
-            return (*varied, ADAMW_LR)
-    return tuple(varied)
+    pairs = {(rates[LR], rates[ADAMW_LR]) for run in comparison.runs if (rates := _rates_of(run))}
+    lrs = {lr for lr, _ in pairs}
+    return (LR,) * (len(lrs) > 1) + (ADAMW_LR,) * (len(pairs) > len(lrs))
 
 
 def _rates_of(run: RunSummary) -> dict[str, float]:

@@ -1,12 +1,13 @@
 """Runs of a sweep on disk, with the losses that a test gives them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import cast
 
 from canzona_cli.config.compose import dump_resolved
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.core.setup import OPTIMIZERS
+from canzona_cli.core.setup import OPTIMIZERS, OptimizerConfig
 from canzona_cli.records.codec import save
 from canzona_cli.records.compare import load_runs
 from canzona_cli.records.files import RunFiles, append_json_line
@@ -22,7 +23,8 @@ def configured(
     optimizer: str = "muon", *, lr: float = 1e-3, adamw_lr: float | None = None, seed: int = 1, **settings: object
 ) -> RunConfig:
     """Returns the settings of a run; `settings` are those of its optimizer."""
-    rule = OPTIMIZERS[optimizer](name=optimizer, lr=lr, adamw_lr=adamw_lr, **settings)
+    settings_of = cast("Callable[..., OptimizerConfig]", OPTIMIZERS[optimizer])
+    rule = settings_of(name=optimizer, lr=lr, adamw_lr=adamw_lr, **settings)
     return replace(CONFIG, optimizer=rule, train=replace(CONFIG.train, steps=120, seed=seed))
 
 

@@ -193,6 +193,14 @@ def test_a_rate_that_follows_from_the_other_or_never_changes_is_not_shown(
     assert ranked(tmp_path).rates == (LR,)
 
 
+def test_a_rate_that_differs_between_groups_alone_is_shown(tmp_path: Path) -> None:
+    for optimizer, adamw_lr in (("muon", 0.001), ("soap", 0.002), ("adamw", None)):
+        add_run(tmp_path / optimizer, configured(optimizer, lr=0.01, adamw_lr=adamw_lr), ending_at(3.0))
+    ranking = ranked(tmp_path)
+    assert ranking.rates == (ADAMW_LR,)
+    assert {line.tried(ADAMW_LR)[0] for line in ranking.lines} == {0.001, 0.002, 0.01}
+
+
 def test_without_validations_training_losses_are_averaged_over_their_last_steps(tmp_path: Path) -> None:
     losses = {step: 6 - 0.2 * step + (-1) ** step for step in range(1, 26)}
     for name, more in (("muon", 0.0), ("adamw", 0.5)):

@@ -1,7 +1,7 @@
 """The page of `canzona report --html`. Parts whose files the run does not have, such as a plan, are left
 out."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import groupby
@@ -38,15 +38,6 @@ from canzona_cli.records.words import duration, json_text, number, plural, size,
 _MOST_RANKS = 8
 """The most ranks whose timelines are drawn."""
 _MOST_EVENTS = 500
-_TILES: Mapping[str, tuple[str, Callable[[object], str]]] = {
-    "loss": ("loss", partial(number, spec=".4f")),
-    "best_validation": ("validation", partial(number, spec=".4f")),
-    "step_s": ("step time", step_time),
-    "tokens_per_s": ("tokens/s", partial(number, spec=",.0f")),
-    "mfu": ("MFU", partial(number, spec=".1%")),
-    "peak_memory_bytes": ("memory", size),
-}
-"""The heading and the format of each figure of a run that has a tile."""
 _MOODS: Mapping[str, Mood] = {"done": "good", "failed": "bad", "diverged": "bad"}
 
 
@@ -61,11 +52,12 @@ def run_page(summary: RunSummary) -> Document:
         notes += [f"no plan: {files.plan.name} {problem.reason}" for problem in error.problems]
     parts = [
         *_faults(summary),
-        *_curves(summary),
+        *_loss(summary),
         section_head("Summary", ""),
         _tiles(summary),
         *RunView(summary=summary).figures(),
         *remarks(notes),
+        *_curves(summary),
         *([] if breakdown is None else [BreakdownView(breakdown=breakdown)]),
         *_loads(layout, breakdown, plan),
         *_memory(config, layout, plan, breakdown),
@@ -87,8 +79,16 @@ def _tiles(summary: RunSummary) -> Html:
     """Returns the tiles with the main figures of a run."""
     figures = run_figures(summary)
     steps = f"{summary.step:,}" + ("" if summary.steps_planned is None else f" of {summary.steps_planned:,}")
-    rows = [("steps", steps), *((head, show(figures[name])) for name, (head, show) in _TILES.items())]
-    return fact_list(rows, class_="tiles")
+    rows = {
+        "steps": steps,
+        "loss": number(figures["loss"], ".4f"),
+        "validation": number(figures["best_validation"], ".4f"),
+        "step time": step_time(figures["step_s"]),
+        "tokens/s": number(figures["tokens_per_s"], ",.0f"),
+        "MFU": number(figures["mfu"], ".1%"),
+        "memory": size(figures["peak_memory_bytes"]),
+    }
+    return fact_list(rows.items(), class_="tiles")
 
 
 def _faults(summary: RunSummary) -> Iterator[RenderableType]:
@@ -103,13 +103,18 @@ def _faults(summary: RunSummary) -> Iterator[RenderableType]:
         yield tag("ul", *(tag("li", text) for text in summary.warnings))
 
 
-def _curves(summary: RunSummary) -> Iterator[RenderableType]:
+def _loss(summary: RunSummary) -> Iterator[RenderableType]:
     sets = {f"validation on {name}": points for name, points in summary.set_validations.items()}
     validations = {"validation": summary.validations, **sets}
     curves = [
         Curve(name="training", points=summary.losses),
         *(loss_curve(name, points) for name, points in validations.items()),
     ]
+    yield section_head("Loss", ", nats per token, mean over the global batch; validation always on the same samples")
+    yield Curves(title="loss", curves=curves, numbers=partial(number, spec=".4f"))
+
+
+def _curves(summary: RunSummary) -> Iterator[RenderableType]:
     small_charts = []
     for title, name, spec in (
         ("gradient norm before clipping", "grad_norm", ".4g"),
@@ -124,8 +129,7 @@ def _curves(summary: RunSummary) -> Iterator[RenderableType]:
         if points:
             curve = Curve(name=title, points=points)
             small_charts.append(Curves(title=title, curves=[curve], height=110, show=partial(number, spec=spec)))
-    yield section_head("Loss", ", nats per token, mean over the global batch; validation always on the same samples")
-    yield Curves(title="loss", curves=curves, numbers=partial(number, spec=".4f"))
+    yield section_head("Curves", "")
     yield side_by_side(*small_charts)
 
 

@@ -51,7 +51,7 @@ def test_a_run_as_a_page(tmp_path: Path) -> None:
     for step, loss in ((100, 6.5), (200, None)):
         append_json_line(files.validation, {"step": step, "loss": loss, "sets": {"code": loss}})
     page = page_of("report", files.root, to=tmp_path / "new" / "run.html")
-    wanted = ("Loss", "Summary", "Step-time breakdown", "Load map", "Memory", "Timeline", "Settings")
+    wanted = ("Loss", "Summary", "Curves", "Step-time breakdown", "Load map", "Memory", "Timeline", "Settings")
     assert tuple(element.text for element in page.all("h2")) == wanted
     lines, _ = read_lines(files.metrics, StepMetrics)
     curves = page.curves("loss")
