@@ -68,11 +68,11 @@ def _head(ranking: Ranking) -> str:
 
 def group_labels(ranking: Ranking) -> list[str]:
     """Returns the name of each line of a ranking: the values of its settings, or its first run's directory if they
-    are too long."""
+    are too long or alike."""
     labels = [_label(line.settings) for line in ranking.lines]
     if labels == [""]:
         return ["all runs"]
-    if all(0 < len(label) <= _LONGEST_LABEL for label in labels):
+    if len({*labels}) == len(labels) and all(0 < len(label) <= _LONGEST_LABEL for label in labels):
         return labels
     return run_names([line.runs[0] for line in ranking.lines])
 
@@ -83,7 +83,8 @@ def _label(settings: Mapping[str, object]) -> str:
     parts = []
     for key, value in settings.items():
         if value is not None:  # null where another optimizer has the setting
-            parts.append(setting_value(value) if key == "optimizer.name" else f"{key.rpartition('.')[2]}={value}")
+            name = "" if key == "optimizer.name" else f"{key.rpartition('.')[2]}="
+            parts.append(name + setting_value(value))
     return ", ".join(parts)
 
 

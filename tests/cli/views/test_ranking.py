@@ -86,6 +86,24 @@ def test_notes_that_runs_share_are_one_line(tmp_path: Path) -> None:
     assert "and 2 more: config.yaml" in text
 
 
+def test_a_sweep_whose_runs_all_failed_names_them(tmp_path: Path) -> None:
+    for lr in (0.1, 0.2, 0.3):
+        add_run(tmp_path / f"lr={lr}", configured(lr=lr), ending_at(9.0), status="diverged")
+    ranking = ranked(tmp_path)
+    text = words(printed(RankingView(ranking=ranking), 80))
+    assert "3 runs in no mean: lr=0.1 (diverged, step 120), lr=0.2" in text
+    assert "verdict" not in text
+    assert read_page(comparison_page(ranking).text()).curves("validation loss").keys() == {"0.1", "0.2", "0.3"}
+
+
+def test_groups_of_many_settings_are_named_after_their_runs(tmp_path: Path) -> None:
+    for name, momentum in (("one", 0.9), ("two", 0.95), ("three", 0.99)):
+        config = configured(momentum=momentum, ns_steps=int(10 * momentum), clip_grad=momentum, weight_decay=momentum)
+        add_run(tmp_path / name, config, ending_at(2.0 + momentum))
+    rows = printed(RankingView(ranking=ranked(tmp_path)), 80).splitlines()
+    assert [row.split()[0] for row in rows[3:6]] == ["one", "two", "three"]
+
+
 @pytest.fixture(scope="module")
 def page(sweep: Path) -> Page:
     return read_page(comparison_page(ranked(sweep)).text())
