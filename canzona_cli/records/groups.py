@@ -27,14 +27,13 @@ SMOOTHED_STEPS: Final = 10
 """The number of logged steps over which training losses are averaged."""
 LR: Final = "optimizer.lr"
 ADAMW_LR: Final = "optimizer.adamw_lr"
-_RATE_SETTINGS: Final = {
-    *(LR, ADAMW_LR, "optimizer.lrs", "optimizer.min_lr", "optimizer.min_lr_ratio", "optimizer.adamw_lr_ratio")
-}
+MIN_LR: Final = "optimizer.min_lr"
 _WITHOUT_EFFECT: Final = {
-    *("name", "description", "train.seed", "data.cache_dir", "train.batch_tokens", "train.eval_interval"),
+    *(LR, ADAMW_LR, "optimizer.lrs", "optimizer.min_lr_ratio", "optimizer.adamw_lr_ratio", "train.seed"),
+    *("name", "description", "data.cache_dir", "train.batch_tokens", "train.eval_interval"),
     *("train.sample_every", "train.sample_prompt"),
 }
-"""Settings that change no group: names, the seed, and what is written when."""
+"""Settings that change no group: learning rates, the seed, names, and what is written when."""
 _WITH_EFFECT: Final = {
     "cluster": ("cluster.name", "cluster.transformer_engine"),
     "checkpoint": ("checkpoint.weights_from", "checkpoint.resume"),
@@ -42,6 +41,7 @@ _WITH_EFFECT: Final = {
 }
 """The settings of these sections that make groups; their other settings describe the machine, or say what is kept."""
 _DERIVED: Final = {
+    MIN_LR,
     *(f"parallel.{name}" for name in MESH),
     *(f"train.{name}" for name in BATCH),
     *(f"schedule.{field.name}" for field in fields(ScheduleConfig) if field.name != "decay"),
@@ -280,11 +280,16 @@ def _varied_by_hand(differing: Mapping[str, Sequence[object]]) -> list[str]:
     keys = []
     for key in differing:
         section = key.partition(".")[0]
-        if key in _WITH_EFFECT.get(section, (key,)) and key not in _RATE_SETTINGS | _WITHOUT_EFFECT | _DERIVED:
+        if key in _WITH_EFFECT.get(section, (key,)) and key not in _WITHOUT_EFFECT | _DERIVED:
             names = {f"{section}.name"} & (differing.keys() - {key})
             if not names or _differs_within(key, names, differing):
                 keys.append(key)
-    derived = [key for key in differing if key in _DERIVED and _differs_within(key, keys, differing)]
+    with_rates = [*keys, *({LR, ADAMW_LR} & differing.keys())]
+    derived = [
+        key
+        for key in differing
+        if key in _DERIVED and _differs_within(key, with_rates if key == MIN_LR else keys, differing)
+    ]
     # What all groups are named after comes first.
     return sorted([*keys, *derived], key=lambda key: not key.endswith(".name"))
 

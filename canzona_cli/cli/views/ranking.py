@@ -14,7 +14,7 @@ from canzona_cli.cli.views.compare import RunPairView, setting_value
 from canzona_cli.cli.views.curves import Curve, Curves, side_by_side
 from canzona_cli.cli.views.document import Document, elements, sections
 from canzona_cli.cli.views.page import Page, Screen, note, paragraph, section_head
-from canzona_cli.cli.views.tables import Columns, GroupedTable, column
+from canzona_cli.cli.views.tables import Columns, GroupedTable, column, rows_table
 from canzona_cli.records.compare import compare_two, run_figures
 from canzona_cli.records.groups import (
     JUDGED_SEEDS,
@@ -187,21 +187,14 @@ def _listed(names: Sequence[str]) -> str:
 
 def _runs_table(ranking: Ranking) -> GroupedTable:
     """Returns a table with a line for each run, group after group."""
-    rows = [(label, run) for label, line in zip(group_labels(ranking), ranking.lines, strict=True) for run in line.runs]
-    runs = [run for _, run in rows]
-    at_step = (None if ranking.step is None else losses_of(run, ranking.by).get(ranking.step) for run in runs)
-    figures = [*map(run_figures, runs)]
-    columns = {
-        "group": [label for label, _ in rows],
-        "status": [run.status for run in runs],
-        "steps": [f"{run.step:,}" for run in runs],
-        ranking.by: [*map(_loss, at_step)],
-        "step": [step_time(figure["step_s"]) for figure in figures],
-        "memory": [size(figure["peak_memory_bytes"]) for figure in figures],
-    }
-    styles = ["" if run.status == "done" else "yellow" for run in runs]
-    groups = [column(head, cells) for head, cells in columns.items()]
-    return GroupedTable(head="run", labels=run_names(runs), groups=groups, styles=styles)
+    rows = []
+    for label, line in zip(group_labels(ranking), ranking.lines, strict=True):
+        for name, run in zip(run_names(line.runs), line.runs, strict=True):
+            loss = None if ranking.step is None else losses_of(run, ranking.by).get(ranking.step)
+            figures = run_figures(run)
+            last = (step_time(figures["step_s"]), size(figures["peak_memory_bytes"]))
+            rows.append((name, (label, run.status, f"{run.step:,}", _loss(loss), *last)))
+    return rows_table(["group", "status", "steps", ranking.by, "step", "memory"], rows, head="run")
 
 
 def run_names(runs: Sequence[RunSummary]) -> list[str]:
