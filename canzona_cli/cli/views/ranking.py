@@ -152,10 +152,11 @@ def verdict_text(ranking: Ranking) -> str | None:
     seeds, lower = plural(verdict.seeds, "shared seed"), f"{best} is lower than {second} by {_loss(verdict.gap)}"
     if verdict.p is None:
         return f"{lower}; no verdict: {seeds}, and a verdict needs {JUDGED_SEEDS}"
-    test = f"over {seeds} (paired t-test, p = {number(verdict.p, '.2g')})"
+    test = f"(paired t-test, p = {number(verdict.p, '.2g')})"
     if verdict.better:
-        return f"{best} is better than {second}: lower by {_loss(verdict.gap)} {test}"
-    return f"no verdict: {best} and {second} differ by {_loss(verdict.gap)}, no more than seeds do, {test}"
+        return f"{best} is better than {second}: lower by {_loss(verdict.gap)} over {seeds} {test}"
+    gap = _loss(abs(verdict.gap))
+    return f"no verdict: {best} and {second} differ by {gap} over {seeds}, but seeds vary too much {test}"
 
 
 def _remarks(ranking: Ranking, labels: Sequence[str]) -> Iterator[str]:
