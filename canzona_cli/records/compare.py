@@ -1,5 +1,5 @@
-"""Compares runs: two runs by their settings, losses at the same steps and phase times; more runs by their
-settings and results."""
+"""Compares runs: reads them, finds the settings that differ, and compares two runs by their losses at the same steps
+and phase times. `groups` ranks more runs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +14,7 @@ from canzona_cli.records.files import RunFiles, read_json
 from canzona_cli.records.summary import RunSummary, holds_run, load_summary
 from canzona_cli.records.words import finite_or_none
 
-VERSION = 1
+VERSION = 2
 _PLACES = ("run.dir", "run.root")
 """The settings that say where a run is stored; comparisons do not list them."""
 
@@ -108,37 +108,11 @@ class RunComparison:
     skipped: tuple[Path, ...] = ()
     """The given paths that hold no run."""
 
-    @property
-    def best(self) -> RunSummary | None:
-        """The finished run with the lowest validation loss or, if none was validated, with the lowest last
-        training loss; None if no finished run has a loss."""
-        done = [run for run in self.runs if run.status == "done"]
-        validated = [(run.best_validation, index) for index, run in enumerate(done) if run.best_validation is not None]
-        trained = [(run.losses[-1][1], index) for index, run in enumerate(done) if run.losses]
-        return done[min(validated or trained)[1]] if validated or trained else None
-
-    def as_json(self) -> dict[str, object]:
-        """Returns the output of `--json` for three runs or more. New keys do not change `version`; any other
-        change raises it."""
-        return {
-            "version": VERSION,
-            "best": None if self.best is None else str(self.best.run_dir),
-            "runs": [
-                {
-                    "run_dir": str(run.run_dir),
-                    **{field: getattr(run, field) for field in ("name", "status", "exit_code", "step")},
-                    "settings": {key: values[index] for key, values in self.settings.items()},
-                    **run_figures(run),
-                    "notes": list(run.notes),
-                }
-                for index, run in enumerate(self.runs)
-            ],
-        }
-
 
 def load_runs(run_dirs: Sequence[Path]) -> RunComparison:
-    """Reads the runs in `run_dirs`. If at least two of the paths hold runs, existing paths that hold none are
-    skipped, because `runs/*` may match other files.
+    """Reads the runs in `run_dirs`. A path that is no run itself, such as the directory of a sweep, stands for the runs
+    in it. If there are at least two runs, existing paths that hold none are skipped, because `runs/*` may match other
+    files.
 
     Raises:
         ConfigError: lists the paths that do not exist and, if fewer than two paths hold runs, also the paths
@@ -147,7 +121,7 @@ def load_runs(run_dirs: Sequence[Path]) -> RunComparison:
     runs: list[RunSummary] = []
     problems: list[Problem] = []
     skipped: list[Path] = []
-    for path in run_dirs:
+    for path in (run_dir for given in run_dirs for run_dir in _runs_in(given)):
         with collect_problems(problems):
             if path.exists() and not holds_run(path):
                 skipped.append(path)
@@ -160,6 +134,11 @@ def load_runs(run_dirs: Sequence[Path]) -> RunComparison:
     refuse(problems)
     settings = _differences([run.config for run in runs])
     return RunComparison(runs=tuple(runs), settings=settings, skipped=tuple(skipped))
+
+
+def _runs_in(path: Path) -> list[Path]:
+    """Returns the runs in a directory that is no run itself; otherwise, or if there are none, the path itself."""
+    return ([] if holds_run(path) else sorted(filter(holds_run, path.glob("*")))) or [path]
 
 
 def compare_two(comparison: RunComparison) -> RunPair:
@@ -187,6 +166,20 @@ def run_figures(run: RunSummary) -> Mapping[str, float | None]:
         "step_s": _means(run.breakdown).get("step"),
         **{name: _figures(run.breakdown).get(name) for name in FIGURES},
     }
+
+
+def runs_json(comparison: RunComparison) -> list[dict[str, object]]:
+    """Returns the settings that differ and the results of every run, for `--json`."""
+    return [
+        {
+            "run_dir": str(run.run_dir),
+            **{field: getattr(run, field) for field in ("name", "status", "exit_code", "step")},
+            "settings": {key: values[index] for key, values in comparison.settings.items()},
+            **run_figures(run),
+            "notes": list(run.notes),
+        }
+        for index, run in enumerate(comparison.runs)
+    ]
 
 
 def _plan_hash(run_dir: Path) -> str | None:

@@ -5,7 +5,15 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from canzona_cli.records.statistics import JUDGED_ROUNDS, SIGNIFICANCE, Quartiles, Speedup, no_verdict, two_sided_p
+from canzona_cli.records.statistics import (
+    JUDGED_ROUNDS,
+    SIGNIFICANCE,
+    Quartiles,
+    Speedup,
+    no_verdict,
+    paired_p,
+    two_sided_p,
+)
 
 TRIALS = 4000
 TOLERANCE = 0.013
@@ -46,12 +54,22 @@ def test_probabilities_are_those_of_the_tables(degrees: int, t: float) -> None:
     assert (two_sided_p(0.0, degrees), two_sided_p(1e9, degrees)) == pytest.approx((1.0, 0.0), abs=1e-8)
 
 
+@pytest.mark.parametrize(
+    ("pairs", "t", "p"),
+    [(3, 2.920, 0.1), (3, 4.303, 0.05), (3, 9.925, 0.01), (5, 2.132, 0.1), (5, 2.776, 0.05), (5, 4.604, 0.01)],
+)
+def test_pairs_whose_mean_is_a_quantile_of_the_tables_have_its_probability(pairs: int, t: float, p: float) -> None:
+    """Pairs with a standard deviation of 1 around a mean of t standard errors."""
+    spread = {3: [-1.0, 0.0, 1.0], 5: [-1.0, -1.0, 0.0, 1.0, 1.0]}[pairs]
+    mean = t / pairs**0.5
+    assert paired_p([mean + each for each in spread]) == pytest.approx(p, rel=2e-3)
+    assert paired_p([-mean - each for each in spread]) == pytest.approx(p, rel=2e-3)
+
+
 def test_students_own_pairs_have_the_probability_he_gave() -> None:
     """Two soporifics on ten patients, "The probable error of a mean", Biometrika 1908: odds of 666 to 1 on one side."""
     gained = [1.2, 2.4, 1.3, 1.3, 0.0, 1.0, 1.8, 0.8, 4.6, 1.4]
-    mean = sum(gained) / 10
-    variance = sum((each - mean) ** 2 for each in gained) / 9
-    assert two_sided_p(mean / (variance / 10) ** 0.5, 9) / 2 == pytest.approx(1 / 667, rel=0.1)
+    assert paired_p(gained) / 2 == pytest.approx(1 / 667, rel=0.1)
 
 
 @pytest.mark.parametrize("rounds", [JUDGED_ROUNDS, 8])

@@ -20,7 +20,9 @@ def report(
             show_default=False,
         ),
     ] = None,
-    compare: Annotated[bool, Option("--compare", help="Compare two or more run directories.")] = False,
+    compare: Annotated[
+        bool, Option("--compare", help="Compare runs; the directory of a sweep stands for its runs.")
+    ] = False,
     html: HtmlFile = None,
     verbose: Annotated[
         bool, Option("--verbose", "-v", help="Show the time of each phase, and the load of the ranks.")
@@ -34,7 +36,7 @@ def report(
     run_dirs = run_dirs or _newest_run()
     _check_usage(run_dirs, compare=compare, html=html)
     if compare:
-        _compare(run_dirs, html=html, as_json=as_json)
+        _compare(run_dirs, html=html, verbose=verbose, as_json=as_json)
         return
     from canzona_cli.cli.views.run import RunView
     from canzona_cli.records.summary import load_summary
@@ -47,21 +49,30 @@ def report(
     show(summary.as_json() if as_json else RunView(summary=summary, verbose=verbose))
 
 
-def _compare(run_dirs: list[Path], *, html: Path | None, as_json: bool) -> None:
-    """Shows two runs in detail, or three or more runs with one row each."""
-    from canzona_cli.cli.views.compare import RunPairView, RunTableView, comparison_page
+def _compare(run_dirs: list[Path], *, html: Path | None, verbose: bool, as_json: bool) -> None:
+    """Shows two runs in detail, or the ranking of three or more runs.
+
+    Raises:
+        ConfigError: there is only one run.
+    """
+    from canzona_cli.cli.views.compare import RunPairView
+    from canzona_cli.cli.views.ranking import RankingView, comparison_page
     from canzona_cli.records.compare import compare_two, load_runs
+    from canzona_cli.records.groups import rank
 
     comparison = load_runs(run_dirs)
+    if len(comparison.runs) == 1:
+        raise ConfigError(_usage_problem(run_dirs, "there is one run, but --compare needs two or more"))
+    ranking = rank(comparison)
     for path in comparison.skipped:
         progress(f"note: {path} is skipped, because it contains no run")
     if html is not None:
-        write_page(html, comparison_page(comparison))
+        write_page(html, comparison_page(ranking))
     if len(comparison.runs) == 2:
         pair = compare_two(comparison)
         show(pair.as_json() if as_json else RunPairView(compared=pair))
     else:
-        show(comparison.as_json() if as_json else RunTableView(comparison=comparison))
+        show(ranking.as_json() if as_json else RankingView(ranking=ranking, verbose=verbose))
 
 
 def _newest_run() -> list[Path]:
@@ -88,10 +99,12 @@ def _check_usage(run_dirs: list[Path], *, compare: bool, html: Path | None) -> N
     from canzona_cli.bench.options import page_problems
 
     problems = [*page_problems(html)]
-    if compare == (len(run_dirs) == 1):
+    if not compare and len(run_dirs) > 1:
         reason = f"there are {len(run_dirs)} run directories, but only --compare takes several"
-        if compare:
-            reason = "there is one run directory, but --compare needs two or more"
-        fix = "canzona report --compare RUN_A RUN_B ..."
-        problems.append(Problem(key="RUN_DIR", value=" ".join(map(str, run_dirs)), reason=reason, fix=fix))
+        problems.append(_usage_problem(run_dirs, reason))
     refuse(problems)
+
+
+def _usage_problem(run_dirs: list[Path], reason: str) -> Problem:
+    fix = "canzona report --compare RUN_A RUN_B ..."
+    return Problem(key="RUN_DIR", value=" ".join(map(str, run_dirs)), reason=reason, fix=fix)

@@ -13,8 +13,8 @@ import typer
 
 from canzona_cli.cli.commands import train_run
 from canzona_cli.cli.commands.output import progress, show, tell
-from canzona_cli.cli.views.compare import RunTableView
 from canzona_cli.cli.views.errors import show_failure
+from canzona_cli.cli.views.ranking import RankingView
 from canzona_cli.cli.views.train_dry_run import DryRun, SweepDryRun
 from canzona_cli.config.overrides import key_of, text_value
 from canzona_cli.config.resolve import MIN_LR_RATIO, SweptRun, swept_runs
@@ -24,6 +24,7 @@ from canzona_cli.launch.slurm import SlurmStep, current_step
 from canzona_cli.launch.stop import Requests
 from canzona_cli.records.compare import load_runs
 from canzona_cli.records.files import RunFiles, sweep_root
+from canzona_cli.records.groups import rank
 from canzona_cli.records.words import plural
 
 _STOPPED = (ExitCode.INTERRUPTED, ExitCode.PREEMPTED)
@@ -144,19 +145,19 @@ def _train(overrides: list[str], recipes_dirs: list[Path], requests: Requests, n
 
 
 def _summarise(runs: Sequence[SweptRun], root: Path, *, stopped: bool) -> None:
-    """Shows a row for each started run, the names of the others, and the commands that resume and report the
+    """Shows the ranking of the started runs, the names of the others, and the commands that resume and report the
     runs."""
     started = [run for run in runs if holds_run(_files(run, root))]
     typer.echo()
     if started:
-        show(RunTableView(comparison=load_runs([_files(run, root).root for run in started])))
+        show(RankingView(ranking=rank(load_runs([_files(run, root).root for run in started]))))
     not_started = [run.combination.words for run in runs if run not in started]
     if not_started:
         tell(f"not started: {', '.join(not_started)}", "yellow")
     if stopped:
         tell(f"stopped; the same command with run.dir={shlex.quote(str(root))} resumes each run")
     if started:
-        report_command = f"canzona report --compare {shlex.quote(str(root))}/*"
+        report_command = f"canzona report --compare {shlex.quote(str(root))}"
         tell(f"{report_command}  shows this again; --html FILE.html writes a page")
 
 

@@ -14,7 +14,7 @@ from typing import Final, Literal
 from rich.text import Text
 
 from canzona_cli.cli.views.charts import BLOCKS
-from canzona_cli.cli.views.markup import NOTHING, Html, Picture, foldable, join_markup, key, percent, table_html, tag
+from canzona_cli.cli.views.markup import NOTHING, Html, Picture, foldable, key, percent, table_html, tag
 from canzona_cli.cli.views.page import Screen
 from canzona_cli.cli.views.tables import GroupedTable, column
 from canzona_cli.records.words import number
@@ -130,8 +130,9 @@ class Curve:
     points: Sequence[tuple[float, float]]
     dots: bool = False
     """True if each point is marked with a dot."""
-    dashed: bool = False
-    """True for a prediction, which is a dashed line in the colour of the previous curve."""
+    group: str = ""
+    """The name that stands for several curves, which have one colour and one entry in the legend; empty for the curve's
+    own name."""
     hollow: Collection[float] = ()
     """The steps whose dots are drawn hollow."""
 
@@ -174,7 +175,7 @@ class Curves(Picture):
         chart = _Chart(self, drawn).html()
         if self.numbers is None:
             return chart
-        return join_markup([chart, foldable("table of the numbers", self._table(drawn, self.numbers))])
+        return tag("div", chart, foldable("table of the numbers", self._table(drawn, self.numbers)))
 
     def _table(self, curves: Sequence[Curve], show: Callable[[float], str]) -> Html:
         """Returns a table of the curves' values: a column for each curve, a row for each of at most 25
@@ -231,8 +232,10 @@ class _Chart:
         accessibility = {"role": "img", "aria_label": f"{picture.title}: {self._description()}"}
         inside = (*self._axes(), *dots, stretched, cursor)
         drawing = tag("svg", *inside, class_="plot", height=height + 26, **accessibility)
-        keys = (key(look, curve.name) for curve, look in zip(self._curves, looks, strict=True))
-        caption = (tag("b", picture.title), *(keys if len(looks) > 1 else ()), tag("output", class_="readout"))
+        named = dict.fromkeys(
+            key(look, curve.group or curve.name) for curve, look in zip(self._curves, looks, strict=True)
+        )
+        caption = (tag("b", picture.title), *(named if len(named) > 1 else ()), tag("output", class_="readout"))
         parts = (tag("figcaption", *caption), drawing)
         return tag("figure", *parts, class_="chart", data_curves=json.dumps(curve_data), data_x=picture.x)
 
@@ -267,16 +270,10 @@ class _Chart:
         return [first, *(tick for tick in ticks if first + least_gap < tick < last - least_gap), last]
 
     def _looks(self) -> list[str]:
-        """Returns the CSS classes of each curve. A prediction has the colour of the curve before it; any
-        other curve has a new colour."""
-        looks: list[str] = []
-        index = -1
-        for curve in self._curves:
-            if not curve.dashed or not looks:
-                index += 1
-            repeated = curve.dashed or index >= _COLOURS
-            looks.append(f"c{index % _COLOURS}{' again' if repeated else ''}")
-        return looks
+        """Returns the CSS classes of each curve: one colour for each group."""
+        groups = list(dict.fromkeys(curve.group or curve.name for curve in self._curves))
+        places = (groups.index(curve.group or curve.name) for curve in self._curves)
+        return [f"c{place % _COLOURS}{' again' if place >= _COLOURS else ''}" for place in places]
 
     def _description(self) -> str:
         """Returns a description of the chart for screen readers."""

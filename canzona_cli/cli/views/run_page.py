@@ -11,7 +11,6 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from canzona_cli.cli.views.charts import MEMORY, Bar, Bars, Lane, Lanes, LoadMaps, planned_lanes
-from canzona_cli.cli.views.compare import COLUMNS
 from canzona_cli.cli.views.curves import Curve, Curves, loss_curve, side_by_side
 from canzona_cli.cli.views.document import Document, Mood, sections
 from canzona_cli.cli.views.markup import Html, fact_list, foldable, table_html, tag
@@ -34,7 +33,7 @@ from canzona_cli.records.compare import run_figures
 from canzona_cli.records.files import RunFiles, read_json
 from canzona_cli.records.records import Event, RankTimeline, StageEvent, describe, load_timelines
 from canzona_cli.records.summary import RunSummary
-from canzona_cli.records.words import duration, json_text, number, plural, size
+from canzona_cli.records.words import duration, json_text, number, plural, size, step_time
 
 _MOST_RANKS = 8
 """The most ranks whose timelines are drawn."""
@@ -53,7 +52,9 @@ def run_page(summary: RunSummary) -> Document:
         notes += [f"no plan: {files.plan.name} {problem.reason}" for problem in error.problems]
     parts = [
         *_faults(summary),
+        *_loss(summary),
         section_head("Summary", ""),
+        _tiles(summary),
         *RunView(summary=summary).figures(),
         *remarks(notes),
         *_curves(summary),
@@ -70,7 +71,6 @@ def run_page(summary: RunSummary) -> Document:
         title=f"{summary.name or 'run'}: {summary.run_dir}",
         status=f"{summary.status}{exit_code_text}",
         mood=_MOODS.get(summary.status, "odd"),
-        top=_tiles(summary),
         sections=sections(parts),
     )
 
@@ -79,8 +79,16 @@ def _tiles(summary: RunSummary) -> Html:
     """Returns the tiles with the main figures of a run."""
     figures = run_figures(summary)
     steps = f"{summary.step:,}" + ("" if summary.steps_planned is None else f" of {summary.steps_planned:,}")
-    rows = [("steps", steps), *((head, show(figures[name])) for name, (head, show) in COLUMNS.items())]
-    return fact_list(rows, class_="tiles")
+    rows = {
+        "steps": steps,
+        "loss": number(figures["loss"], ".4f"),
+        "validation": number(figures["best_validation"], ".4f"),
+        "step time": step_time(figures["step_s"]),
+        "tokens/s": number(figures["tokens_per_s"], ",.0f"),
+        "MFU": number(figures["mfu"], ".1%"),
+        "memory": size(figures["peak_memory_bytes"]),
+    }
+    return fact_list(rows.items(), class_="tiles")
 
 
 def _faults(summary: RunSummary) -> Iterator[RenderableType]:
@@ -95,13 +103,18 @@ def _faults(summary: RunSummary) -> Iterator[RenderableType]:
         yield tag("ul", *(tag("li", text) for text in summary.warnings))
 
 
-def _curves(summary: RunSummary) -> Iterator[RenderableType]:
+def _loss(summary: RunSummary) -> Iterator[RenderableType]:
     sets = {f"validation on {name}": points for name, points in summary.set_validations.items()}
     validations = {"validation": summary.validations, **sets}
     curves = [
         Curve(name="training", points=summary.losses),
         *(loss_curve(name, points) for name, points in validations.items()),
     ]
+    yield section_head("Loss", ", nats per token, mean over the global batch; validation always on the same samples")
+    yield Curves(title="loss", curves=curves, numbers=partial(number, spec=".4f"))
+
+
+def _curves(summary: RunSummary) -> Iterator[RenderableType]:
     small_charts = []
     for title, name, spec in (
         ("gradient norm before clipping", "grad_norm", ".4g"),
@@ -116,8 +129,7 @@ def _curves(summary: RunSummary) -> Iterator[RenderableType]:
         if points:
             curve = Curve(name=title, points=points)
             small_charts.append(Curves(title=title, curves=[curve], height=110, show=partial(number, spec=spec)))
-    yield section_head("Loss", ", nats per token, mean over the global batch; validation always on the same samples")
-    yield Curves(title="loss", curves=curves, numbers=partial(number, spec=".4f"))
+    yield section_head("Curves", "")
     yield side_by_side(*small_charts)
 
 

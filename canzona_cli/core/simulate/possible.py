@@ -24,6 +24,10 @@ BATCH_TOLERANCE = 0.125
 another number of GPUs could silently change the training job."""
 MICRO_BATCHES = (8, 4, 2, 1)
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+MESH = ("tp", "pp", "vpp", "cp", "ep", "sequence_parallel")
+"""The settings of `parallel` that a layout fills in."""
+BATCH = ("micro_batch_size", "global_batch_size", "recompute")
+"""The settings of `train` that a layout fills in."""
 
 
 def possible_layouts(setup: Setup) -> list[Layout]:
@@ -58,8 +62,8 @@ def layout_groups(setup: Setup) -> list[list[Layout]]:
 
 def fill(setup: Setup, layout: Layout) -> Setup:
     """Returns `setup` with the layout filled in and the schedule and the number of nodes completed."""
-    mesh = {name: getattr(layout, name) for name in ("tp", "pp", "vpp", "cp", "ep", "sequence_parallel")}
-    batch = {name: getattr(layout, name) for name in ("micro_batch_size", "global_batch_size", "recompute")}
+    mesh = {name: getattr(layout, name) for name in MESH}
+    batch = {name: getattr(layout, name) for name in BATCH}
     return replace(
         setup,
         parallel=replace(setup.parallel, **mesh),

@@ -51,7 +51,7 @@ def test_a_run_as_a_page(tmp_path: Path) -> None:
     for step, loss in ((100, 6.5), (200, None)):
         append_json_line(files.validation, {"step": step, "loss": loss, "sets": {"code": loss}})
     page = page_of("report", files.root, to=tmp_path / "new" / "run.html")
-    wanted = ("Summary", "Loss", "Step-time breakdown", "Load map", "Memory", "Timeline", "Settings")
+    wanted = ("Loss", "Summary", "Curves", "Step-time breakdown", "Load map", "Memory", "Timeline", "Settings")
     assert tuple(element.text for element in page.all("h2")) == wanted
     lines, _ = read_lines(files.metrics, StepMetrics)
     curves = page.curves("loss")
@@ -110,13 +110,12 @@ def test_runs_compared(tmp_path: Path) -> None:
     two.config.write_text(dump_resolved(replace(CONFIG, optimizer=replace(CONFIG.optimizer, lr=1e-3))))
     page = page_of("report", "--compare", one.root, two.root, to=tmp_path / "both.html")
     curves = page.curves("training loss")
-    assert {name: len(points) for name, points in curves.items()} == {"one": 300, "two": 200}
+    assert {name: points[-1][0] for name, points in curves.items()} == {"0.003": 300, "0.001": 200}
+    assert {points[0][0] for points in curves.values()} == {60}, "a fifth of the steps is not drawn"
     assert ["optimizer.lr", "0.003", "0.001"] in page.rows()
     three = make_run(tmp_path / "three", steps=1)
     several = page_of("report", "--compare", one.root, two.root, three.root, to=tmp_path / "several.html")
-    assert set(several.curves("training loss")) == {"one", "two", "three"}
-    by_rate = several.curves("loss by optimizer.lr")["lowest validation loss"]
-    assert [rate for rate, _ in by_rate] == [0.001, 0.003, 0.003]
+    assert [rate for rate, _ in several.curves("loss by optimizer.lr")["loss"]] == [0.001, 0.003]
     assert "Differences" not in [element.text for element in several.all("h2")]
 
 

@@ -24,6 +24,7 @@ from canzona_cli.records.records import (
 )
 from tests.cli.commands.support import canzona
 from tests.records.runs import CONFIG, CORPUS, LAYOUT, STEPS, metrics
+from tests.records.sweeps import add_sweep
 
 FIXTURE = Path(__file__).parents[1] / "views" / "breakdown.json"
 
@@ -222,12 +223,20 @@ def test_runs_that_cannot_be_compared_are_named_together(tmp_path: Path) -> None
     assert str(tmp_path / "other") in done.stderr
     files = make_run(tmp_path / "run", steps=3)
     for arguments, reason in (
-        (("--compare", str(files.root)), "one run directory"),
+        (("--compare", str(files.root)), "there is one run"),
         ((str(files.root),) * 3, "3 run directories"),
     ):
         done = canzona("report", *arguments, code=2)
         assert reason in " ".join(done.stderr.split())
         assert "--compare RUN_A RUN_B" in " ".join(done.stderr.split())
+
+
+def test_the_directory_of_a_sweep_is_enough(tmp_path: Path) -> None:
+    losses = {("muon", 0.01): {1: 2.0, 2: 2.1, 3: 2.2}, ("adamw", 0.01): {1: 3.0, 2: 3.1, 3: 3.2}}
+    root = str(add_sweep(tmp_path / "sweep", losses))
+    assert "muon is better than adamw" in canzona("report", "--compare", root, code=0).stdout
+    content = json.loads(canzona("report", "--compare", root, "--json", code=0).stdout)
+    assert [group["settings"] for group in content["groups"]] == [{"optimizer.name": n} for n in ("muon", "adamw")]
 
 
 def test_a_damaged_prediction_is_noted(tmp_path: Path) -> None:

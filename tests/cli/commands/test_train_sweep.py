@@ -48,9 +48,10 @@ def test_each_run_has_its_turn_whatever_became_of_the_others_and_the_sweep_goes_
     ]
     assert len(lines) == 4, "a line for each run"
     assert "layout" not in done.stdout
-    rows = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("seed=")]
-    assert rows[:4] == ["seed=2", "seed=3", "seed=1", "seed=4"]
-    assert "lowest loss: 1.0000" in done.stdout
+    table = " ".join(done.stdout.partition("training loss")[2].split())
+    assert "all runs 2.3333 1.5275 3" in table, "the mean of the seeds 1, 2 and 4"
+    assert "1 run in no mean: seed=3 (failed, step 1)" in table
+    assert f"canzona report --compare '{root}'" in said
 
     looked = train("train.seed=1,2", "run.dir='here, there'", "--dry-run")
     assert looked.returncode == 0, "both are done, which ends the sweep with 0 too"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.cli.views.compare import RunPairView, RunTableView, run_names
+from canzona_cli.cli.views.compare import RunPairView
 from canzona_cli.config.compose import dump_resolved
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.simulate.prediction import Prediction
@@ -126,40 +126,6 @@ def test_what_is_no_run_is_left_out_if_two_runs_remain(runs: tuple[Path, Path], 
     assert several.skipped == besides
     problems = refused(load_runs, (runs[0], *besides))
     assert [problem.value for problem in problems] == [*besides]
-
-
-def test_of_many_runs_settings_and_results_are_columns_and_the_best_is_named(tmp_path: Path) -> None:
-    (tmp_path / "sweep").mkdir()
-    finals = {0.001: 4.0, 0.003: 3.5, 0.01: 3.9, 0.03: 3.0}
-    runs = []
-    for lr, loss in finals.items():
-        config = replace(CONFIG, optimizer=replace(CONFIG.optimizer, lr=lr))
-        runs.append(make_run(tmp_path / "sweep" / f"lr={lr}", config, {1: 5.0, 2: loss}))
-    broken = RunFiles(runs[-1])
-    save(broken.result, RunResult(status="diverged", exit_code=70, step=2))
-    several = load_runs(runs)
-    assert several.settings == {"optimizer.lr": tuple(finals)}
-    assert several.best is not None
-    assert several.best.run_dir == runs[1], "a run that failed is not the best one, whatever its loss was"
-    assert run_names(several.runs) == [f"lr={lr}" for lr in finals]
-    content = json.loads(json.dumps(several.as_json()))
-    assert [run["loss"] for run in content["runs"]] == list(finals.values())
-    assert [run["best_validation"] for run in content["runs"]] == [loss + 0.5 for loss in finals.values()]
-    assert [run["settings"] for run in content["runs"]] == [{"optimizer.lr": lr} for lr in finals]
-    for width in (80, 120):
-        text = printed(RunTableView(comparison=several), width)
-        for value in ("0.003", "diverged", "3.5000", "4.0000", "lowest validation loss: 4.0000"):
-            assert value in text
-        assert max(map(len, text.replace(str(tmp_path), "").splitlines())) <= width
-
-
-@pytest.mark.parametrize(
-    ("more", "said"), [(1, "1 more setting differs: --json"), (2, "2 more settings differ: --json")]
-)
-def test_settings_beyond_the_columns_are_counted(runs: tuple[Path, Path], more: int, said: str) -> None:
-    comparison = load_runs(runs)
-    settings = {f"train.made_up_{index}": (1, 2) for index in range(8 + more)}
-    assert said in printed(RunTableView(comparison=replace(comparison, settings=settings)), 80)
 
 
 @pytest.mark.parametrize(("calibrated", "shown"), [(True, 0.05), (False, None)])

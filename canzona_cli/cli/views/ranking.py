@@ -1,0 +1,269 @@
+"""The views of `canzona report --compare` for three or more runs, and of a finished sweep: groups of runs, with the
+best one first."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from canzona_cli.cli.views.charts import phase_bar, step_bars
+from canzona_cli.cli.views.compare import RunPairView, setting_value
+from canzona_cli.cli.views.curves import Curve, Curves, side_by_side
+from canzona_cli.cli.views.document import Document, elements, sections
+from canzona_cli.cli.views.page import Page, Screen, note, paragraph, section_head
+from canzona_cli.cli.views.tables import Columns, GroupedTable, column, rows_table
+from canzona_cli.records.compare import compare_two, run_figures
+from canzona_cli.records.groups import (
+    JUDGED_SEEDS,
+    SMOOTHED_STEPS,
+    By,
+    Ranking,
+    losses_of,
+    product,
+)
+from canzona_cli.records.summary import RunSummary
+from canzona_cli.records.words import MISSING, count, duration, number, plural, size, step_time
+
+_LONGEST_LABEL = 40
+_MOST_NAMES = 4
+"""The most runs that a remark names."""
+_SHOWN_SHARE = 5
+"""Loss curves begin after the warm-up, and after a fifth of the steps: before that, losses fall so far that the ends of
+the curves would lie on one another."""
+_loss = partial(number, spec=".4f")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankingView(Page):
+    """A table with a line for each group, the verdict, and what the means leave out."""
+
+    ranking: Ranking
+    verbose: bool = False
+    """True to list every run."""
+
+    def parts(self, screen: Screen) -> Iterator[RenderableType]:
+        ranking = self.ranking
+        labels = group_labels(ranking)
+        yield GroupedTable(head=_head(ranking), labels=labels, groups=list(_columns(ranking)))
+        yield from map(note, _explanation(ranking))
+        if (verdict := verdict_text(ranking)) is not None and not screen.page:  # there, it is at the top
+            yield Text()
+            yield paragraph(verdict, "bold")
+        if self.verbose:
+            yield Text()
+            yield _runs_table(ranking)
+        for remark in _remarks(ranking, labels):
+            yield paragraph(remark, "yellow", first="  ! ")
+
+
+def _head(ranking: Ranking) -> str:
+    """Returns the head of the column with the groups' names."""
+    settings = ranking.lines[0].settings
+    (key,) = settings if len(settings) == 1 else ("group",)
+    return "optimizer" if key == "optimizer.name" else key.rpartition(".")[2]
+
+
+def group_labels(ranking: Ranking) -> list[str]:
+    """Returns the name of each line of a ranking: the values of its settings, or its first run's directory if they
+    are too long or alike."""
+    labels = [_label(line.settings) for line in ranking.lines]
+    if labels == [""]:
+        return ["all runs"]
+    if len({*labels}) == len(labels) and all(0 < len(label) <= _LONGEST_LABEL for label in labels):
+        return labels
+    return run_names([line.runs[0] for line in ranking.lines])
+
+
+def _label(settings: Mapping[str, object]) -> str:
+    if len(settings) == 1:
+        return "".join(map(setting_value, settings.values()))
+    parts = []
+    for key, value in settings.items():
+        if value is not None:  # null where another optimizer has the setting
+            name = "" if key == "optimizer.name" else f"{key.rpartition('.')[2]}="
+            parts.append(name + setting_value(value))
+    return ", ".join(parts)
+
+
+def _columns(ranking: Ranking) -> Iterator[Columns]:
+    lines = ranking.lines
+    for key in ranking.rates if len(ranking.groups) > 1 else ():  # otherwise, the lines are named after their rates
+        name, tried = key.rpartition(".")[2], [line.tried(key) for line in lines]
+        if max(map(len, tried)) == 1:
+            yield column(name, [f"{rate:g}" for (rate,) in tried])
+            continue
+        best_rates = (
+            MISSING if line.best is None else f"{line.best.rates[key]:g}{'!' if key in line.edges else ' '}"
+            for line in lines
+        )
+        yield Columns(name, ("tried", "best "), [*zip(map(_range, tried), best_rates, strict=True)])
+    rows = [
+        (MISSING,) * 3 if best is None else (_loss(best.mean), _loss(best.spread), str(len(best.losses)))
+        for best in (line.best for line in lines)
+    ]
+    losses = Columns(f"{ranking.by} loss", ("mean", "spread", "seeds"), rows)
+    yield losses if _has_spread(ranking) else losses.drop("spread", "seeds")
+    if any(line.step_s is not None for line in lines):
+        yield column("step", [step_time(line.step_s) for line in lines])
+    if len(lines) > 1 and ranking.target is not None:
+        reached = [(line, ranking.reached(line)) for line in lines]
+        cells = [
+            (duration(product(step, line.step_s)), count(product(step, line.tokens_per_step))) for line, step in reached
+        ]
+        yield Columns(f"until {_loss(ranking.target)}", ("time", "tokens"), cells)
+
+
+def _has_spread(ranking: Ranking) -> bool:
+    return any(line.best is not None and line.best.spread is not None for line in ranking.lines)
+
+
+def _range(tried: Sequence[float]) -> str:
+    """Describes the values of a rate that were tried: `0.001..0.05`."""
+    return f"{tried[0]:g}" if len(tried) == 1 else f"{tried[0]:g}..{tried[-1]:g}"
+
+
+def _explanation(ranking: Ranking) -> Iterator[str]:
+    """Yields the sentence that says what the numbers of the table are."""
+    if ranking.step is None or ranking.target is None:
+        yield "there is no step at which all groups have a loss"
+        return
+    runs = plural(len(ranking.comparison.runs), "run")
+    parts = [f"{runs}; {ranking.by} loss at step {ranking.step:,}, the last that all have"]
+    if ranking.by == "training":
+        parts.append(f"mean of {SMOOTHED_STEPS} logged steps, because there is no common validation")
+    if _has_spread(ranking):
+        parts.append("spread: standard deviation over seeds")
+    if len(ranking.lines) > 1:
+        parts.append(f"until {_loss(ranking.target)}: when the mean curve reaches the loss of the last line")
+    yield "; ".join(parts)
+
+
+def verdict_text(ranking: Ranking) -> str | None:
+    """Returns the sentence that compares the first two groups, or says what is missing; None if there are no two
+    groups with losses."""
+    verdict = ranking.verdict
+    if verdict is None:
+        return None
+    named = "" if (head := _head(ranking)) in ("optimizer", "group") else f"{head} "
+    best, second = (f"{named}{label}" for label in group_labels(ranking)[:2])
+    seeds, lower = plural(verdict.seeds, "shared seed"), f"{best} is lower than {second} by {_loss(verdict.gap)}"
+    if verdict.p is None:
+        return f"{lower}; no verdict: {seeds}, and a verdict needs {JUDGED_SEEDS}"
+    test = f"(paired t-test, p = {number(verdict.p, '.2g')})"
+    if verdict.better:
+        return f"{best} is better than {second}: lower by {_loss(verdict.gap)} over {seeds} {test}"
+    gap = _loss(abs(verdict.gap))
+    return f"no verdict: {best} and {second} differ by {gap} over {seeds}, but seeds vary too much {test}"
+
+
+def _remarks(ranking: Ranking, labels: Sequence[str]) -> Iterator[str]:
+    """Yields what the best rates and the means do not say: rates at an edge, other runs, notes."""
+    for label, group in zip(labels if len(ranking.groups) > 1 else [""], ranking.groups, strict=True):
+        for key, edge in group.edges.items():
+            beyond = "below" if edge == "lowest" else "above"
+            whose = f"{label}: " if label else ""
+            yield f"{whose}the best {key.rpartition('.')[2]} is the {edge} tried; the optimum may be {beyond} it"
+    tokens = [line.tokens_per_step for line in ranking.lines if line.tokens_per_step is not None]
+    if ranking.step is not None and len({*tokens}) > 1:
+        least, most = (count(ranking.step * amount) for amount in (min(tokens), max(tokens)))
+        yield f"steps differ in tokens: at step {ranking.step:,}, groups had trained on {least} to {most} tokens"
+    if left_out := ranking.left_out:
+        names = [f"{run.run_dir.name} ({run.status}, step {run.step:,})" for run in left_out]
+        yield f"{plural(len(left_out), 'run')} in no mean: {_listed(names)}"
+    notes: dict[str, list[str]] = {}
+    for run in (run for run in ranking.comparison.runs if run.status == "done"):
+        for text in run.notes:
+            notes.setdefault(text.replace(str(run.run_dir), "RUN_DIR"), []).append(run.run_dir.name)
+    for text, having in notes.items():
+        yield f"{_listed(having)}: {text}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    hidden = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {hidden} more" if hidden > 0 else "")
+
+
+def _runs_table(ranking: Ranking) -> GroupedTable:
+    """Returns a table with a line for each run, group after group."""
+    rows = []
+    for label, line in zip(group_labels(ranking), ranking.lines, strict=True):
+        for name, run in zip(run_names(line.runs), line.runs, strict=True):
+            loss = None if ranking.step is None else losses_of(run, ranking.by).get(ranking.step)
+            figures = run_figures(run)
+            last = (step_time(figures["step_s"]), size(figures["peak_memory_bytes"]))
+            rows.append((name, (label, run.status, f"{run.step:,}", _loss(loss), *last)))
+    return rows_table(["group", "status", "steps", ranking.by, "step", "memory"], rows, head="run")
+
+
+def run_names(runs: Sequence[RunSummary]) -> list[str]:
+    """Returns the directory of each run, relative to the nearest directory that contains all of them."""
+    paths = [run.run_dir.absolute() for run in runs]
+    common = os.path.commonpath([path.parent for path in paths])
+    return [str(path.relative_to(common)) for path in paths]
+
+
+def comparison_page(ranking: Ranking) -> Document:
+    """Returns the page of a comparison: loss curves, groups, losses by learning rate and step times; for two runs,
+    also all differences."""
+    verdict = verdict_text(ranking)
+    return Document(
+        kind="canzona report --compare",
+        title=plural(len(ranking.comparison.runs), "run"),
+        top=elements([] if verdict is None else [paragraph(verdict)]),
+        sections=sections(_page_parts(ranking)),
+    )
+
+
+def _page_parts(ranking: Ranking) -> Iterator[RenderableType]:
+    labels = group_labels(ranking)
+    yield section_head("Loss", ", nats per token; the runs at each group's best learning rates")
+    yield side_by_side(*(_loss_curves(ranking, labels, by) for by in ("validation", "training")))
+    yield section_head("Groups", ", with the best one first")
+    yield RankingView(ranking=ranking)
+    yield section_head("Loss by learning rate", f": {ranking.by} loss at step {ranking.step}, mean over seeds")
+    yield side_by_side(*_losses_by_rate(ranking, labels))
+    bars = []
+    for label, line in zip(labels, ranking.lines, strict=True):
+        if (breakdown := next((run.breakdown for run in line.runs if run.breakdown is not None), None)) is not None:
+            bars.append(phase_bar(label, breakdown.means, breakdown.step.mean_s))
+    if bars:
+        yield section_head("Step", ", measured, mean over ranks, on one scale; the first run of each group")
+        yield step_bars(bars)
+    yield section_head("Runs", "")
+    yield _runs_table(ranking)
+    if len(ranking.comparison.runs) == 2:
+        yield section_head("Differences", ": A is the first run; B / A is above 1 if run B has the larger value")
+        yield RunPairView(compared=compare_two(ranking.comparison))
+
+
+def _loss_curves(ranking: Ranking, labels: Sequence[str], by: By) -> Curves:
+    """Draws the ends of the losses of every run at its group's best learning rates, in the colours of the groups."""
+    drawn = []
+    for label, line in zip(labels, ranking.lines, strict=True):
+        runs = line.runs if line.best is None else line.best.averaged
+        names = [label] if len(runs) == 1 else run_names(runs)
+        drawn += [(label, name, run, losses_of(run, by)) for name, run in zip(names, runs, strict=True)]
+    last = max((step for *_, losses in drawn for step in losses), default=0)
+    warmups = (run.config.schedule.warmup_steps or 0 for _, _, run, _ in drawn if run.config is not None)
+    begin = max([last // _SHOWN_SHARE, *warmups])
+    curves = []
+    for label, name, _, losses in drawn:
+        points = [(step, loss) for step, loss in losses.items() if step >= begin]
+        curves.append(Curve(name=name, points=points, group=label, dots=by == "validation" and len(points) < 100))
+    smoothed = f", mean of {SMOOTHED_STEPS} steps" if by == "training" else ""
+    return Curves(title=f"{by} loss{smoothed}, from step {begin:,}", curves=curves, numbers=_loss, show=_loss)
+
+
+def _losses_by_rate(ranking: Ranking, labels: Sequence[str]) -> Iterator[Curves]:
+    """Draws the loss over each learning rate that was varied, at the best value of the other rate."""
+    for key in ranking.rates:
+        curves = []
+        for label, group in zip(labels if len(ranking.groups) > 1 else ["loss"], ranking.groups, strict=True):
+            trials = sorted((trial for trial in group.trials if trial.losses), key=lambda trial: -trial.mean)
+            points = {trial.rates[key]: trial.mean for trial in trials}  # the lowest loss of each value is the last
+            curves.append(Curve(name=label, points=sorted(points.items()), dots=True))
+        if any(len(curve.points) > 1 for curve in curves):
+            yield Curves(title=f"loss by {key}", curves=curves, axes="log x", x=key, show=_loss)

@@ -1,0 +1,135 @@
+"""What a sweep ends in: the best optimizer, its rate and what is not known, on one screen and one page."""
+
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.cli.views.ranking import RankingView, comparison_page
+from canzona_cli.records.files import RunFiles
+from tests.cli.views.html_page import Page, read_page
+from tests.cli.views.terminal import printed
+from tests.records.sweeps import add_run, add_sweep, configured, ending_at, ranked
+
+OPTIMIZERS = {"muon": 2.0, "normuon": 2.1, "soap": 2.3, "shampoo": 2.5, "adamw": 3.0}
+SWEEP = {
+    (optimizer, lr): {seed: loss + 10 * abs(lr - 0.003) + 0.001 * seed for seed in (1, 2, 3)}
+    for optimizer, loss in OPTIMIZERS.items()
+    for lr in (0.001, 0.003, 0.01)
+}
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """45 runs, of which one diverged and one is not done."""
+    root = add_sweep(tmp_path_factory.mktemp("sweep"), SWEEP)
+    add_run(root / "too-high", configured("adamw", lr=0.1), ending_at(9.0), status="diverged")
+    add_run(root / "not-done", configured("soap", lr=0.003, seed=4), {0: 7.0, 40: 3.0}, status=None)
+    return root
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_sweep_of_five_optimizers_is_read_off_one_screen(sweep: Path, width: int) -> None:
+    text = printed(RankingView(ranking=ranked(sweep)), width)
+    lines = text.splitlines()
+    assert len(lines) <= 25
+    assert max(map(len, lines)) <= width
+    rows = [line.split() for line in lines if line.split() and line.split()[0] in OPTIMIZERS]
+    assert [row[0] for row in rows[:5]] == [*OPTIMIZERS]
+    assert rows[0][:6] == ["muon", "0.001..0.01", "0.003", "2.0020", "0.0010", "3"]
+    assert rows[4][1] == "0.001..0.1", "the rate that diverged was tried"
+    assert "muon is better than normuon: lower by 0.1000 over 3 shared seeds" in words(text)
+    assert "2 runs in no mean: not-done (unfinished, step 40), too-high (diverged, step 120)" in words(text)
+    assert "null" not in text
+    assert "None" not in text
+
+
+def test_every_run_has_a_line_if_asked(sweep: Path) -> None:
+    text = printed(RankingView(ranking=ranked(sweep), verbose=True), 120)
+    for name in ("optimizer=muon_lr=0.003_seed=1", "too-high", "not-done"):
+        (line,) = (line.split() for line in text.splitlines() if line.startswith(f"{name} "))
+        assert line[1] in OPTIMIZERS
+
+
+def test_a_rate_at_the_edge_and_a_missing_verdict_are_said(tmp_path: Path) -> None:
+    losses = {("muon", 0.01): {1: 2.5}, ("muon", 0.02): {1: 2.4}, ("adamw", 0.001): {1: 3.0}}
+    text = words(printed(RankingView(ranking=ranked(add_sweep(tmp_path, losses))), 120))
+    assert "0.01..0.02 0.02!" in text
+    assert "muon: the best lr is the highest tried; the optimum may be above it" in text
+    assert "muon is lower than adamw by 0.6000; no verdict: 1 shared seed, and a verdict needs 3" in text
+
+
+def test_seeds_that_differ_as_much_as_groups_make_no_verdict(tmp_path: Path) -> None:
+    losses = {("muon", 0.01): {1: 2.0, 2: 2.6, 3: 2.2}, ("adamw", 0.01): {1: 2.5, 2: 2.1, 3: 2.7}}
+    text = words(printed(RankingView(ranking=ranked(add_sweep(tmp_path, losses))), 120))
+    assert "no verdict: muon and adamw differ by 0.1667 over 3 shared seeds, but seeds vary too much" in text
+
+
+def test_rates_alone_and_seeds_alone_are_named(tmp_path: Path) -> None:
+    rates = add_sweep(tmp_path / "rates", {("muon", lr): {1: 2.0 + lr} for lr in (0.01, 0.02, 0.05)})
+    text = printed(RankingView(ranking=ranked(rates)), 80)
+    assert [line.split()[0] for line in text.splitlines()[1:6]] == ["lr", "─────", "0.01", "0.02", "0.05"]
+    assert "lr 0.01 is lower than lr 0.02 by 0.0100" in words(text)
+    seeds = add_sweep(tmp_path / "seeds", {("muon", 0.01): {1: 2.0, 2: 2.1, 3: 2.2}})
+    assert "all runs" in printed(RankingView(ranking=ranked(seeds)), 80)
+
+
+def test_notes_that_runs_share_are_one_line(tmp_path: Path) -> None:
+    root = add_sweep(tmp_path, {("muon", lr): {1: 2.0} for lr in (0.01, 0.02, 0.03, 0.04, 0.05, 0.06)})
+    for run in root.iterdir():
+        RunFiles(run).config.write_text("unknown: 1\n")
+    text = words(printed(RankingView(ranking=ranked(root)), 120))
+    assert text.count("config.yaml cannot be read") == 1
+    assert "and 2 more: config.yaml" in text
+
+
+def test_a_sweep_whose_runs_all_failed_names_them(tmp_path: Path) -> None:
+    for lr in (0.1, 0.2, 0.3):
+        add_run(tmp_path / f"lr={lr}", configured(lr=lr), ending_at(9.0), status="diverged")
+    ranking = ranked(tmp_path)
+    text = words(printed(RankingView(ranking=ranking), 80))
+    assert "3 runs in no mean: lr=0.1 (diverged, step 120), lr=0.2" in text
+    assert "verdict" not in text
+    assert read_page(comparison_page(ranking).text()).curves("validation loss").keys() == {"0.1", "0.2", "0.3"}
+
+
+def test_groups_of_many_settings_are_named_after_their_runs(tmp_path: Path) -> None:
+    for name, momentum in (("one", 0.9), ("two", 0.95), ("three", 0.99)):
+        config = configured(momentum=momentum, ns_steps=int(10 * momentum), clip_grad=momentum, weight_decay=momentum)
+        add_run(tmp_path / name, config, ending_at(2.0 + momentum))
+    rows = printed(RankingView(ranking=ranked(tmp_path)), 80).splitlines()
+    assert [row.split()[0] for row in rows[3:6]] == ["one", "two", "three"]
+
+
+@pytest.fixture(scope="module")
+def page(sweep: Path) -> Page:
+    return read_page(comparison_page(ranked(sweep)).text())
+
+
+def test_a_page_begins_with_the_conclusion_and_the_curves(page: Page) -> None:
+    assert [head.text for head in page.all("h2")] == ["Loss", "Groups", "Loss by learning rate", "Runs"]
+    verdict, curves, table = (page.words.index(text) for text in ("muon is better", "validation loss, from", "tried"))
+    assert verdict < curves < table
+
+
+def test_curves_have_the_colours_of_their_groups_and_show_their_ends(page: Page) -> None:
+    """Three runs for each optimizer, those at its best rate; the fall from the first losses is not drawn."""
+    validation = page.curves("validation loss")
+    assert len(validation) == 15
+    assert all("lr=0.003" in name for name in validation)
+    assert {step for points in validation.values() for step, _ in points} == {40, 80, 120}
+    figure = next(figure for figure in page.all("figure") if figure.text.startswith("validation loss"))
+    paths = page.all("path", class_="curve")[:15]
+    assert [path.attributes["class"] for path in paths] == [f"curve c{group}" for group in range(5) for _ in range(3)]
+    assert [name for name in OPTIMIZERS if name in figure.text.replace("normuon", "")] != []
+    keys = [span.attributes["class"] for span in page.all("span", class_="key")[:5]]
+    assert keys == [f"key c{group}" for group in range(5)], "one entry of the legend for each group"
+
+
+def test_losses_by_rate_have_a_line_for_each_group(page: Page) -> None:
+    by_rate = page.curves("loss by optimizer.lr")
+    assert [*by_rate] == [*OPTIMIZERS]
+    assert by_rate["muon"] == [(0.001, "2.0220"), (0.003, "2.0020"), (0.01, "2.0720")]

@@ -1,0 +1,251 @@
+"""Groups of runs: what makes one, its best learning rates, and which group is called better."""
+
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy
+import pytest
+
+from canzona_cli.config.resolve import fill
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.records.compare import load_runs
+from canzona_cli.records.files import RunFiles
+from canzona_cli.records.groups import ADAMW_LR, LR, SMOOTHED_STEPS, losses_of, rank
+from tests.records.sweeps import TOKENS, add_run, add_sweep, configured, ending_at, ranked
+from tests.sizes import layout
+
+SWEEP = {
+    ("muon", 0.01): {1: 2.5, 2: 2.6, 3: 2.55},
+    ("muon", 0.02): {1: 2.0, 2: 2.2, 3: 2.1},
+    ("muon", 0.05): {1: 2.4, 2: 2.3, 3: 2.5},
+    ("adamw", 0.001): {1: 3.0, 2: 3.1, 3: 3.2},
+    ("adamw", 0.003): {1: 3.3, 2: 3.4, 3: 3.5},
+}
+
+
+def on_gpus(config: RunConfig, gpus: int) -> RunConfig:
+    """Returns a run with the layout that another number of ranks was given."""
+    return fill(replace(config, gpus=gpus), layout(tp=1, dp=gpus, micro=4, count=16 // gpus))
+
+
+VARIED: dict[str, tuple[tuple[RunConfig, ...], int, set[str]]] = {
+    "optimizers, and all that follows from them": (
+        (configured("muon"), configured("soap"), configured("adamw", lr=2e-3, seed=2)), 3, {"optimizer.name"}
+    ),
+    "a setting of one optimizer": (
+        (configured("muon", momentum=0.9), configured("muon", momentum=0.95), configured("adamw")),
+        3,
+        {"optimizer.name", "optimizer.momentum"},
+    ),
+    "rates and seeds": ((configured(lr=1e-3), configured(lr=2e-3, seed=2), configured(adamw_lr=1e-4)), 1, set()),
+    "rates, and the minimum that follows from them": (
+        (configured(lr=1e-3, min_lr=1e-4), configured(lr=2e-3, min_lr=2e-4), configured(lr=2e-3, min_lr=2e-4, seed=2)),
+        1,
+        set(),
+    ),
+    "a minimum that was typed": (
+        (configured(min_lr=0.0), configured(min_lr=1e-4), configured(min_lr=1e-4, seed=2)), 2, {"optimizer.min_lr"}
+    ),
+    "ranks, and the layout that follows from them": (
+        (on_gpus(configured(), 2), on_gpus(configured(), 4), on_gpus(configured(seed=2), 4)), 2, {"gpus"}
+    ),
+    "steps, and the schedule that follows from them": (
+        tuple(
+            on_gpus(replace(run, train=replace(run.train, steps=steps)), 2)
+            for run, steps in ((configured(), 100), (configured(), 200), (configured(seed=2), 200))
+        ),
+        2,
+        {"train.steps"},
+    ),
+    "a batch that was typed": (
+        tuple(
+            replace(run, train=replace(run.train, global_batch_size=batch))
+            for run, batch in ((configured(), 16), (configured(), 32), (configured(seed=2), 32))
+        ),
+        2,
+        {"train.global_batch_size"},
+    ),
+    "places, checkpoints and measurements of the machine": (
+        (
+            configured(),
+            replace(configured(seed=2), checkpoint=replace(configured().checkpoint, keep=9), name="other"),
+            replace(configured(seed=3), cluster=replace(configured().cluster, memory_gb_per_s=123.0)),
+        ),
+        1,
+        set(),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", VARIED)
+def test_groups_are_made_by_what_was_varied_by_hand(tmp_path: Path, case: str) -> None:
+    configs, groups, keys = VARIED[case]
+    for index, config in enumerate(configs):
+        add_run(tmp_path / str(index), config, ending_at(3.0))
+    ranking = ranked(tmp_path)
+    assert len(ranking.groups) == groups
+    assert {key for group in ranking.groups for key in group.settings} == keys
+
+
+def test_each_group_has_its_best_rate_and_its_loss_over_seeds(tmp_path: Path) -> None:
+    ranking = ranked(add_sweep(tmp_path, SWEEP))
+    muon, adamw = ranking.lines
+    assert muon.settings == {"optimizer.name": "muon"}
+    assert muon.best is not None
+    assert (muon.best.rates, muon.tried(LR), muon.edges) == ({LR: 0.02}, [0.01, 0.02, 0.05], {})
+    assert muon.best.mean == pytest.approx(numpy.mean([2.0, 2.2, 2.1]))
+    assert muon.best.spread == pytest.approx(numpy.std([2.0, 2.2, 2.1], ddof=1))
+    assert adamw.edges == {LR: "lowest"}
+    assert (ranking.by, ranking.step, ranking.left_out) == ("validation", 120, [])
+
+
+def test_the_target_is_reached_where_the_mean_curve_has_it(tmp_path: Path) -> None:
+    """Compared with the interpolation of numpy, on the inverse of the falling curve."""
+    ranking = ranked(add_sweep(tmp_path, SWEEP))
+    muon, adamw = ranking.lines
+    assert ranking.target == pytest.approx(3.1)
+    curve = {step: loss + 0.1 for step, loss in ending_at(2.0).items()}
+    expected = numpy.interp(3.1, [*curve.values()][::-1], [*curve][::-1])
+    assert 0 < expected < 40
+    assert ranking.reached(muon) == pytest.approx(expected)
+    assert muon.tokens_per_step == TOKENS
+    assert ranking.reached(adamw) == pytest.approx(120), "the worst group reaches its own loss at the common step"
+
+
+def test_runs_that_failed_were_tried_but_are_in_no_mean(tmp_path: Path) -> None:
+    """The lowest loss is that of a run that diverged; its rate is an edge that was tried."""
+    add_sweep(tmp_path, {("muon", 0.01): {1: 2.5}, ("muon", 0.02): {1: 2.4}, ("adamw", 0.001): {1: 3.0}})
+    failed = add_run(tmp_path / "diverged", configured(lr=0.05), ending_at(1.0), status="diverged")
+    behind = add_run(tmp_path / "behind", configured(lr=0.01, seed=2), {0: 6.0, 40: 1.0}, status=None)
+    ranking = ranked(tmp_path)
+    assert {run.run_dir for run in ranking.left_out} == {failed, behind}
+    muon = ranking.lines[0]
+    assert muon.best is not None
+    assert (muon.best.rates[LR], muon.best.mean, muon.edges) == (0.02, 2.4, {})
+    assert muon.tried(LR) == [0.01, 0.02, 0.05]
+    assert ranking.step == 120, "a run that is behind does not hold its group back"
+
+
+def test_losses_are_compared_at_the_last_step_that_all_groups_reached(tmp_path: Path) -> None:
+    add_run(tmp_path / "a", configured("muon"), ending_at(2.0))
+    add_run(tmp_path / "b", configured("adamw"), {0: 7.0, 40: 2.5, 80: 2.1}, status=None)
+    add_run(tmp_path / "c", configured("soap"), {0: 7.0}, status=None, training={1: 7.0})
+    ranking = ranked(tmp_path)
+    assert ranking.step == 80, "a group without any validation has no say"
+    assert [line.settings["optimizer.name"] for line in ranking.lines] == ["adamw", "muon", "soap"]
+    assert ranking.lines[-1].best is None
+
+
+@pytest.mark.parametrize(("t", "better"), [(4.303 * 1.001, True), (4.303 * 0.999, False), (-9.0, False)])
+def test_better_needs_a_paired_difference_above_the_published_quantile(tmp_path: Path, t: float, better: bool) -> None:
+    """4.303 is Student's two-sided 5% quantile for two degrees of freedom. Seeds differ by far more than the groups:
+    only their pairs can tell. With a negative t, the second group is better on the seeds that both have."""
+    seeds = {1: 2.0, 2: 3.0, 3: 4.0}
+    gaps = [t / 3**0.5 * 0.01 + each for each in (-0.01, 0.0, 0.01)]
+    muon = seeds if t > 0 else seeds | {4: 0.5}
+    adamw = {seed: loss + gap for (seed, loss), gap in zip(seeds.items(), gaps, strict=True)}
+    verdict = ranked(add_sweep(tmp_path, {("muon", 0.01): muon, ("adamw", 0.01): adamw})).verdict
+    assert verdict is not None
+    assert (verdict.seeds, verdict.better) == (3, better)
+    assert verdict.gap == pytest.approx(statistics.fmean(gaps))
+
+
+def test_two_shared_seeds_make_no_verdict(tmp_path: Path) -> None:
+    losses = {("muon", 0.01): {1: 1.0, 2: 1.0, 3: 1.0}, ("adamw", 0.01): {2: 3.0, 3: 3.0, 4: 3.0}}
+    verdict = ranked(add_sweep(tmp_path, losses)).verdict
+    assert verdict is not None
+    assert (verdict.seeds, verdict.better, verdict.gap) == (2, None, 2.0)
+
+
+def test_if_only_rates_were_varied_they_are_ranked(tmp_path: Path) -> None:
+    ranking = ranked(add_sweep(tmp_path, {key: losses for key, losses in SWEEP.items() if key[0] == "muon"}))
+    assert [line.settings for line in ranking.lines] == [{LR: 0.02}, {LR: 0.05}, {LR: 0.01}]
+    assert ranking.verdict is not None
+    assert ranking.verdict.seeds == 3
+
+
+def test_rates_alone_are_compared_at_the_last_step_that_all_of_them_reached(tmp_path: Path) -> None:
+    add_run(tmp_path / "a", configured(lr=0.01), ending_at(2.0))
+    add_run(tmp_path / "b", configured(lr=0.02), {0: 7.0, 40: 2.5, 80: 2.1}, status=None)
+    ranking = ranked(tmp_path)
+    assert (ranking.step, ranking.left_out) == (80, [])
+    assert [line.settings for line in ranking.lines] == [{LR: 0.02}, {LR: 0.01}]
+
+
+def test_both_rates_are_one_choice(tmp_path: Path) -> None:
+    """The best pair is not made of the two rates that are best on average."""
+    losses = {(0.01, 0.001): 3.0, (0.01, 0.003): 2.0, (0.02, 0.001): 2.1, (0.02, 0.003): 4.0}
+    for (lr, adamw_lr), loss in losses.items():
+        add_run(tmp_path / f"{lr}-{adamw_lr}", configured(lr=lr, adamw_lr=adamw_lr), ending_at(loss))
+    add_run(tmp_path / "adamw", configured("adamw", lr=0.002), ending_at(3.5))
+    ranking = ranked(tmp_path)
+    assert ranking.rates == (LR, ADAMW_LR)
+    assert ranking.lines[0].best is not None
+    assert ranking.lines[0].best.rates == {LR: 0.01, ADAMW_LR: 0.003}
+    assert ranking.lines[0].edges == {LR: "lowest", ADAMW_LR: "highest"}
+
+
+def _multiple(lr: float) -> float:
+    return lr / 5
+
+
+@pytest.mark.parametrize("adamw_lr", [lambda lr: 0.001, _multiple, lambda lr: None])
+def test_a_rate_that_follows_from_the_other_or_never_changes_is_not_shown(
+    tmp_path: Path, adamw_lr: Callable[[float], float | None]
+) -> None:
+    for lr in (0.01, 0.02, 0.05):
+        add_run(tmp_path / str(lr), configured(lr=lr, adamw_lr=adamw_lr(lr)), ending_at(3.0 + lr))
+    assert ranked(tmp_path).rates == (LR,)
+
+
+def test_a_rate_that_differs_between_groups_alone_is_shown(tmp_path: Path) -> None:
+    for optimizer, adamw_lr in (("muon", 0.001), ("soap", 0.002), ("adamw", None)):
+        add_run(tmp_path / optimizer, configured(optimizer, lr=0.01, adamw_lr=adamw_lr), ending_at(3.0))
+    ranking = ranked(tmp_path)
+    assert ranking.rates == (ADAMW_LR,)
+    assert {line.tried(ADAMW_LR)[0] for line in ranking.lines} == {0.001, 0.002, 0.01}
+
+
+def test_without_validations_training_losses_are_averaged_over_their_last_steps(tmp_path: Path) -> None:
+    losses = {step: 6 - 0.2 * step + (-1) ** step for step in range(1, 26)}
+    for name, more in (("muon", 0.0), ("adamw", 0.5)):
+        training = {step: loss + more for step, loss in losses.items()}
+        add_run(tmp_path / name, configured(name), {}, training=training)
+    ranking = ranked(tmp_path)
+    assert (ranking.by, ranking.step) == ("training", 25)
+    curve = losses_of(ranking.lines[0].runs[0], "training")
+    for step in (1, 5, SMOOTHED_STEPS, 25):
+        assert curve[step] == pytest.approx(numpy.mean([*losses.values()][max(0, step - SMOOTHED_STEPS) : step]))
+
+
+def test_runs_of_another_version_are_groups_of_their_own(tmp_path: Path) -> None:
+    root = add_sweep(tmp_path / "sweep", {("muon", 0.01): {1: 2.0, 2: 2.1}, ("adamw", 0.01): {1: 3.0}})
+    RunFiles(next(root.iterdir())).config.write_text("unknown: 1\n")
+    assert len(ranked(root).lines) == 3
+
+
+def test_what_is_no_run_stands_for_the_runs_in_it(tmp_path: Path) -> None:
+    root = add_sweep(tmp_path / "sweep", {("muon", 0.01): {1: 2.0, 2: 2.1}})
+    (root / "losses.html").touch()
+    (root / "notes").mkdir()
+    alone = add_run(tmp_path / "alone", configured("adamw"), ending_at(3.0))
+    loaded = load_runs([root, alone])
+    assert [run.run_dir for run in loaded.runs] == [*sorted(root.glob("optimizer*")), alone]
+    assert loaded.skipped == ()
+
+
+def test_the_json_has_the_groups_and_every_run(tmp_path: Path) -> None:
+    ranking = ranked(add_sweep(tmp_path, SWEEP))
+    content = json.loads(json.dumps(ranking.as_json()))
+    assert (content["by"], content["step"], content["verdict"]["better"]) == ("validation", 120, True)
+    muon = content["groups"][0]
+    assert (muon["best_rates"], muon["rates_tried"]) == ({LR: 0.02}, {LR: [0.01, 0.02, 0.05]})
+    assert muon["loss"]["by_seed"] == {"1": 2.0, "2": 2.2, "3": 2.1}
+    assert muon["reached"]["tokens"] == pytest.approx(muon["reached"]["step"] * TOKENS)
+    assert len(content["runs"]) == 15
+    assert sum(len(group["runs"]) for group in content["groups"]) == 15
+    assert content["runs"][0]["settings"].keys() >= {LR, "optimizer.name", "train.seed"}
+    assert rank(ranking.comparison).as_json() == ranking.as_json()
