@@ -68,6 +68,7 @@ _NAMES: Final[Mapping[str, str]] = {
     "checkpoint.resume": "load resume_from_checkpoint load_step resume_from",
     "checkpoint.weights_from": "model_name_or_path pretrained_checkpoint initial_load_path restore_from_path",
     "data.path": "data_path dataset_path files data_prefix train_data dataset",
+    "data.validation": "valid_path val_path valid_data_path val_data_path validation_path validation_data valid_data",
     "data.tokenizer": "tokenizer_model tokenizer_name_or_path tokenizer_type tokenizer.path",
     "parallel.tp": "tensor_model_parallel_size tensor_parallel_degree tensor_parallel tensor_parallel_size tp_size",
     "parallel.pp": "pipeline_model_parallel_size pipeline_parallel_degree pipeline_parallel pp_size",
@@ -127,7 +128,7 @@ _OTHERWISE: Final[Mapping[str, tuple[str, str]]] = {
     ),
     "warmup_ratio lr_warmup_fraction": ("the warm-up is a number of steps", "write schedule.warmup_steps=N"),
     "untie_embeddings_and_output_weights": ("has the opposite meaning here", "write model.tied_embeddings=false"),
-    "split valid_path val_path valid_data_path val_data_path validation_path": (
+    "split": (
         "validation data are set as a share of the data",
         "write data.validation_fraction=0.01",
     ),

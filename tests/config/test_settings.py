@@ -188,7 +188,6 @@ def test_a_name_of_another_program_is_answered_with_a_setting_that_exists(name: 
         ("gradient_accumulation_steps", "train.global_batch_size"),
         ("lora.rank", "does not have LoRA"),
         ("train.tokens", "train.steps=N"),
-        ("data.valid_path", "data.validation_fraction"),
         ("parallel.dp", "gpus / (tp * pp * cp)"),
         ("parallel.fsdp", "does not have FSDP"),
         ("train.fp8", "does not have FP8"),

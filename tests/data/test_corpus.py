@@ -16,6 +16,7 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import EnvironmentProblem
 from canzona_cli.data.build import BuiltPair
 from canzona_cli.data.corpus import ensure_corpus, token_bytes, tokenizer_of
+from canzona_cli.data.division import split_tokens
 from canzona_cli.data.indexed import bin_path, idx_path, inspect_pair
 from canzona_cli.data.locks import Busy, exclusive_lock
 from canzona_cli.data.prepare import PrepareRequest, prepare
@@ -136,8 +137,9 @@ def test_a_split_that_leaves_nothing_names_one_that_does(tmp_path: Path) -> None
 
 
 def test_a_split_that_is_too_short_is_told_with_its_size(tmp_path: Path) -> None:
-    run, built = prepared(tmp_path, "nine more\n" * 40, "data.validation_fraction=0.4")
-    train, validation = inspect_pair(built.prefix).split_tokens(0.4)
+    text = "".join(f"{number} more\n" for number in range(40))
+    run, built = prepared(tmp_path, text, "data.validation_fraction=0.4")
+    train, validation = split_tokens(inspect_pair(built.prefix), "drawn", run.data)
     assert validation < train < run.train.seq_length
     assert f"leaves {train} tokens for training" in problems(run)["data.validation_fraction"]
 
@@ -147,23 +149,28 @@ def prepared_again(tmp_path: Path, share: float) -> RunConfig:
 
 
 def test_without_validation_all_tokens_train(tmp_path: Path) -> None:
-    run, built = prepared(tmp_path, LONG, "train.eval_interval=0", "data.validation_fraction=0.0002")
+    run, built = prepared(tmp_path, LONG, "train.eval_interval=0", "data.validation_fraction=0")
     corpus = ensure_corpus(run)
     assert (corpus.train_tokens, corpus.validation_tokens) == (built.sidecar.tokens, 0)
 
 
 def test_a_pair_of_another_tool_is_scanned_once(tmp_path: Path) -> None:
+    """For its largest id and for the documents to hold out."""
     run, built = prepared(tmp_path, LONG)
     sidecar_path(built.prefix).unlink()
     scans: list[str] = []
     corpus = ensure_corpus(run, lambda what, share: scans.append(what))
     assert (corpus.tokenizer, corpus.eod, corpus.max_token_id, corpus.vocab_size) == ("unknown", None, 256, 257)
-    assert len(scans) == 1
-    ensure_corpus(run, lambda what, share: scans.append(what))
-    assert len(scans) == 1
+    assert len({*scans}) == len(scans) == 2
+    assert ensure_corpus(run, lambda what, share: scans.append(what)) == corpus
+    assert len(scans) == 2
     os.utime(bin_path(built.prefix), ns=(1, 1))  # other content would have another time
     ensure_corpus(run, lambda what, share: scans.append(what))
-    assert len(scans) == 2
+    assert len(scans) == 4
+    for memo in (tmp_path / "cache" / "scans").iterdir():
+        memo.write_bytes(memo.read_bytes()[:-1] + b"?")
+    assert ensure_corpus(run, lambda what, share: scans.append(what)) == corpus
+    assert len(scans) == 6, "what is damaged is found again"
 
 
 def test_a_sidecar_of_other_data_is_told(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from canzona_cli.data.sidecar import saved_tokenizer_path
 from canzona_cli.launch.resume import Resumption
 from canzona_cli.launch.resumed_data import check_tokenizer, data_changes, other_text
 from canzona_cli.records.corpus import DataPlan
-from tests.data.texts import prepare_documents
+from tests.data.texts import drawn, prepare_documents
 
 LENGTH = 32
 STEP = 5
@@ -123,8 +123,7 @@ def test_another_batch_is_priced_from_where_the_run_is(
     config, layout = run_of(tmp_path, *overrides)
     (said,) = changes(found, config, layout)
     assert said.startswith(f"{'train.steps=20, ' if steps == 20 else ''}train.global_batch_size={batch} changes")
-    pair = inspect_pair(prefix)
-    lengths = pair.lengths[: pair.split_at(0.25)]
+    lengths = inspect_pair(prefix).lengths[~drawn(prefix, 0.25)]
     needed, tokens = 40 + (steps - 5) * batch, int(lengths.sum())
     old, new = (order_of(tokens=tokens, samples=samples, seq_length=LENGTH, seed=1234) for samples in (80, needed))
     assert new.epochs == -(-(needed * LENGTH + 1) // tokens)

@@ -7,10 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import pytest
+import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 from canzona_cli.checkpoint.manifest import Progress
 from canzona_cli.config.compose import compose_run
@@ -21,9 +24,10 @@ from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.records.corpus import DataPlan, PreparedCorpus
 from canzona_cli.training.data import Samples, build_datasets, build_validation, plan_data
 from tests.data.test_order import LENGTH, SEED, Ids
-from tests.data.texts import prepare_documents
+from tests.data.texts import drawn, prepare_documents
 
 BATCH = 8
+HELD_OUT = 0.25
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +43,7 @@ def run_of(folder: Path, *overrides: str) -> tuple[RunConfig, PreparedCorpus]:
     small = (f"train.seq_length={LENGTH}", f"train.global_batch_size={BATCH}", "train.steps=10", "gpus=1")
     cache, data = f"data.cache_dir={folder / 'cache'}", f"data.path={folder / 'a'}"
     where = () if any(override.startswith(("data.path", "data.blend")) for override in overrides) else (data,)
-    held_out = "data.validation_fraction=0.25"
+    held_out = f"data.validation_fraction={HELD_OUT}"
     composed = compose_run(["recipe=qwen3-tiny", *small, cache, held_out, *where, *overrides]).config
     config, _ = resolve(composed)
     return config, ensure_corpus(config)
@@ -63,11 +67,18 @@ def size(samples: Samples) -> int:
 
 
 def megatrons(folder: Path, names: str, shares: list[float] | None, samples: int, cache: Path) -> Samples:
+    """Builds the samples of the documents to train on as Megatron does for a pair of only these, which it writes."""
+    for name in names:
+        documents = IndexedDataset(str(folder / name))
+        builder = IndexedDatasetBuilder(str(cache / f"{name}.bin"), dtype=np.uint16)
+        for number in np.flatnonzero(~drawn(folder / name, HELD_OUT)):
+            builder.add_document(torch.from_numpy(documents[number]), [len(documents[number])])
+        builder.finalize(str(cache / f"{name}.idx"))
     config = GPTDatasetConfig(
         random_seed=SEED,
         sequence_length=LENGTH,
-        blend=([str(folder / name) for name in names], shares),
-        split="75,25,0",
+        blend=([str(cache / name) for name in names], shares),
+        split="100,0,0",
         path_to_cache=str(cache),
         tokenizer=Ids(),
         reset_position_ids=False,
