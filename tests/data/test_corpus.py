@@ -222,3 +222,55 @@ def test_the_lock_excludes_and_dies_with_its_holder(tmp_path: Path) -> None:
         assert path.exists()
     assert not path.exists()
     holder.wait()
+
+
+def test_a_validation_set_of_its_own_takes_no_documents_from_training(tmp_path: Path) -> None:
+    run, built = prepared(tmp_path, LONG, f"data.validation={tmp_path / 'own'}")
+    (tmp_path / "own.txt").write_text(LONG.replace("line", "verse"))
+    asked = PrepareRequest(inputs=(str(tmp_path / "own.txt"),), output=str(tmp_path / "own"), document="line")
+    own = prepare(asked, lambda progress: None)
+    corpus = ensure_corpus(run)
+    assert (corpus.train_tokens, corpus.validation_tokens) == (built.sidecar.tokens, own.sidecar.tokens)
+    assert [(part.name, part.documents, part.train_tokens) for part in corpus.validation_sets] == [("own", 2000, 0)]
+
+
+def test_what_is_no_validation_set_is_refused_with_its_reason(tmp_path: Path) -> None:
+    def reason(name: str, *overrides: str) -> str:
+        run = config(tmp_path, f"data.path={tmp_path / 'p'}", f"data.validation={tmp_path / name}", *overrides)
+        found = problems(run)
+        assert [*found] == ["data.validation"]
+        return found["data.validation"]
+
+    def write(name: str, text: str, tokenizer: str = "byte") -> None:
+        (tmp_path / "in.txt").write_text(text)
+        size = 270 if tokenizer == "bpe" else None
+        asked = PrepareRequest(
+            inputs=(str(tmp_path / "in.txt"),),
+            output=str(tmp_path / name),
+            document="line",
+            tokenizer=tokenizer,
+            vocab_size=size,
+        )
+        prepare(asked, lambda progress: None)
+
+    write("p", LONG)
+    write("copy", LONG)
+    write("words", LONG, "bpe")
+    write("short", "a short text\n")
+    assert "no such file; create it" in reason("none")
+    assert f"has the same contents as {tmp_path / 'p'}, which is trained on" in reason("copy")
+    assert "the same id means different text" in reason("words")
+    assert "has 13 tokens, but a sample needs 257" in reason("short")
+    ensure_corpus(config(tmp_path, f"data.path={tmp_path / 'p'}", f"data.validation={tmp_path / 'short'}",
+                         "train.eval_interval=0"))  # fmt: skip
+    both = refused(ensure_corpus, config(tmp_path, f"data.path={tmp_path / 'x'}", f"data.validation={tmp_path / 'y'}"))
+    assert {problem.key for problem in both} == {"data.path", "data.validation"}
+    (tmp_path / "short.idx").rename(tmp_path / "short_document.idx")
+    assert f"did you mean data.validation={tmp_path / 'short_document'}?" in reason("short")
+    for data in (f"data.path={tmp_path / 'p'}", f"data.blend={{{tmp_path / 'p'}:1,{tmp_path / 'copy'}:1}}"):
+        found = refused(compose_run, ["recipe=tiny", data, f"data.validation={tmp_path}/./p"])
+        assert [(problem.key, problem.reason) for problem in found] == [("data.validation", "is trained on too")]
+    sidecar = json.loads(sidecar_path(tmp_path / "copy").read_text()) | {"max_token_id": 999}
+    sidecar_path(tmp_path / "copy").write_text(json.dumps(sidecar))
+    large = config(tmp_path, f"data.path={tmp_path / 'p'}", f"data.validation={tmp_path / 'copy'}")
+    assert f"{tmp_path / 'copy'}.bin" in problems(large)["model.vocab_size"]
