@@ -95,7 +95,10 @@ _LEAVE_OUT: Final[Mapping[str, str]] = {
     "distributed_backend backend": "follows from the device: NCCL on GPUs, gloo on CPUs",
     "num_workers dataloader_num_workers": "is fixed: two processes per rank on GPUs, none on CPUs",
     "offload": "canzona does not move optimizer state to host memory",
-    "ema swa z_loss label_smoothing early_stopping sliding_window": "canzona does not have this",
+    "ema swa z_loss label_smoothing early_stopping sliding_window window_size mtp latent": "canzona does not have this",
+    "document_mask reset_attention_mask reset_position_ids inter_document_masking": (
+        "canzona packs documents into sequences without a mask between them"
+    ),
     "log_every log_freq log_interval logging_steps log_every_n_steps": "every step is logged, in metrics.jsonl",
 }
 """The reasons why users cannot set a feature, by words of its name. A word matches names that contain it
@@ -121,6 +124,7 @@ _OTHERWISE: Final[Mapping[str, tuple[str, str]]] = {
         "the length of a run is its number of steps",
         "write train.steps=N, with N = tokens / train.batch_tokens",
     ),
+    "rampup": ("canzona does not raise the batch in a run", "resume the run with another train.global_batch_size"),
     "epoch epochs": ("the length of a run is its number of steps", "write train.steps=N"),
     "eval_iters limit_val_batches val_iters val_batches validation_batches": (
         "a validation is a number of sequences, whatever the batch",

@@ -35,7 +35,7 @@ from canzona_cli.records.corpus import DataPlan, Division, PreparedCorpus, Prepa
 
 NO_VALIDATION = "train.eval_interval=0 data.validation_fraction=0"
 """The settings of a run that holds no documents out."""
-HOLD_OUT = "use other text, or data.validation=null, which holds out documents of the data that is trained on"
+_HOLD_OUT = "use other text, or data.validation=null, which holds out documents of the data that is trained on"
 _PREPARE = "prepare the text with canzona data prepare, which keeps the tokenizer beside the tokens"
 _Pair = tuple[PairInfo, Sidecar | None]
 
@@ -244,7 +244,7 @@ def _repetitions(corpus: PreparedCorpus) -> Iterator[Problem]:
             yield Problem("data.blend", reason, "list it once, with the sum of both weights", value=str(part.prefix))
     if corpus.validation is not None and corpus.validation.fingerprint in first_with:
         reason = f"has the same contents as {first_with[corpus.validation.fingerprint].prefix}, which is trained on"
-        yield Problem("data.validation", reason, HOLD_OUT, value=str(corpus.validation.prefix))
+        yield Problem("data.validation", reason, _HOLD_OUT, value=str(corpus.validation.prefix))
 
 
 def _validation_problems(config: RunConfig, corpus: PreparedCorpus) -> Iterator[Problem]:
@@ -252,7 +252,7 @@ def _validation_problems(config: RunConfig, corpus: PreparedCorpus) -> Iterator[
     part, needed = corpus.validation, config.train.seq_length + 1
     if part is not None and config.train.eval_interval > 0 and part.tokens < needed:
         reason = f"has {part.tokens:,} tokens, but a sample needs {needed:,}"
-        yield Problem("data.validation", reason, HOLD_OUT, value=str(part.prefix))
+        yield Problem("data.validation", reason, _HOLD_OUT, value=str(part.prefix))
 
 
 def _tokenizer_words(sidecar: Sidecar | None) -> str:
