@@ -22,7 +22,7 @@ ReportProgress = Callable[[str, float], None]
 Mask = npt.NDArray[np.bool_]
 _BYTES: Final = 4
 """The bytes of a document's hash: the share of documents that are held out is exact to one in four billion."""
-_DOCUMENTS_PER_REPORT: Final = 1 << 16
+_DOCUMENTS_AT_ONCE: Final = 1 << 16
 
 
 def held_out(pair: PairInfo, division: Division, data: DataConfig, report: ReportProgress | None = None) -> Mask:
@@ -62,13 +62,13 @@ def _document_hashes(pair: PairInfo, data: DataConfig, report: ReportProgress) -
         if hashlib.sha256(hashes).digest() == digest:
             return np.frombuffer(hashes, dtype="<u4")
     tokens = memoryview(np.memmap(bin_path(pair.prefix), dtype=np.uint8, mode="r"))
-    ends = np.cumsum(pair.lengths, dtype=np.int64) * np.dtype(pair.dtype).itemsize
+    token_ends = np.concatenate([[0], np.cumsum(pair.lengths, dtype=np.int64)]) * np.dtype(pair.dtype).itemsize
     found, start = bytearray(), 0
-    for number, end in enumerate(np.concatenate([[0], ends])[pair.document_ends].tolist()):
-        if number % _DOCUMENTS_PER_REPORT == 0:
-            report("drawing documents for validation", number / pair.documents)
-        found += hashlib.sha256(tokens[start:end]).digest()[:_BYTES]
-        start = end
+    for first in range(0, pair.documents, _DOCUMENTS_AT_ONCE):
+        report("drawing documents for validation", first / pair.documents)
+        for end in token_ends[pair.document_ends[first : first + _DOCUMENTS_AT_ONCE]].tolist():
+            found += hashlib.sha256(tokens[start:end]).digest()[:_BYTES]
+            start = end
     with suppress(OSError):  # without the cache, the next run reads the tokens again
         memo.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(memo, bytes(found) + hashlib.sha256(found).digest())
