@@ -57,8 +57,8 @@ def _value_problems(config: RunConfig) -> Iterator[Problem]:
         reason = f"is more than {limit:,} sequences of {train.seq_length} tokens, the limit for one step"
         fix = f"use train.batch_tokens={int(limit) * train.seq_length} or less"
         yield Problem("train.batch_tokens", reason, fix)
-    if config.data.validation_fraction == 0 and config.train.eval_interval > 0:
-        fix = "use data.validation_fraction=0.02, or switch validation off with train.eval_interval=0"
+    if config.data.validation_fraction == 0 and not config.data.validation_set and config.train.eval_interval > 0:
+        fix = "use data.validation_fraction=0.02 or data.validation=PREFIX, or switch it off with train.eval_interval=0"
         yield Problem("data.validation_fraction", "leaves no documents for validation", fix)
     if config.optimizer.min_lr > config.optimizer.lr and config.schedule.decay != "constant":
         reason = f"is above optimizer.lr={config.optimizer.lr}, so the schedule would raise the rate"
@@ -170,9 +170,12 @@ def _data_problems(config: RunConfig) -> Iterator[Problem]:
         elif not data.path and not data.blend:
             fix = "run `canzona data prepare`, then write data.path=PREFIX (for PREFIX.bin and PREFIX.idx)"
             yield Problem("data.path", "prepared data needs a path", fix)
-        paths = Counter(os.path.abspath(expanded(path)) for path in data.blend or {})
+        paths = Counter(os.path.abspath(expanded(path)) for path in data.blend or [data.path or ""])
         for path in (path for path, times in paths.items() if times > 1):
             yield Problem("data.blend", "is listed twice", "list it once, with the sum of its weights", value=path)
+        if data.validation and os.path.abspath(expanded(data.validation)) in paths:
+            fix = "name other data, or write data.validation=null to hold out documents of it"
+            yield Problem("data.validation", "is trained on too", fix)
 
 
 def _tokenizer_problems(config: RunConfig) -> Iterator[Problem]:

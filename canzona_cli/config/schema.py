@@ -60,18 +60,35 @@ class DataConfig:
         "each with a weight that gives its relative share of the samples.",
         Example("'{data/code:0.7,data/web:0.3}'"),
     ] = field(default=None, hash=False)
+    validation: Annotated[
+        str | None,
+        "For prepared: the prefix of another pair, on which the run is validated in place of held-out documents; all "
+        "documents of path or blend are then trained on.",
+    ] = None
     tokenizer: Annotated[
         str,
         "For stdlib: byte; bpe, learned from the corpus, with as many entries as the model's vocabulary, at most 16384;"
         " or the path of a Hugging Face tokenizer.json or its folder.",
     ] = "byte"
-    validation_fraction: Annotated[Share, "Share of documents, from the end, that are held out for validation."] = 0.02
+    validation_fraction: Annotated[
+        Share, "Share of documents that are held out for validation, unless `validation` names a set."
+    ] = 0.02
     cache_dir: Annotated[
         str | None,
         "Folder for prepared corpora, sample indices and layouts found by search; null: $CANZONA_CACHE, else"
         " ~/.cache/canzona.",
         NOTHING,
     ] = None
+
+    @property
+    def validation_set(self) -> str | None:
+        """The prefix of the set on which the run is validated; None if it is validated on held-out documents."""
+        return self.validation if self.source == "prepared" else None
+
+    @property
+    def held_out_share(self) -> float:
+        """The share of the documents to train on that is held out for validation."""
+        return 0.0 if self.validation_set else self.validation_fraction
 
     @property
     def cache_root(self) -> Path:

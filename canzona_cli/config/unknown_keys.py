@@ -68,6 +68,7 @@ _NAMES: Final[Mapping[str, str]] = {
     "checkpoint.resume": "load resume_from_checkpoint load_step resume_from",
     "checkpoint.weights_from": "model_name_or_path pretrained_checkpoint initial_load_path restore_from_path",
     "data.path": "data_path dataset_path files data_prefix train_data dataset",
+    "data.validation": "valid_path val_path valid_data_path val_data_path validation_path validation_data valid_data",
     "data.tokenizer": "tokenizer_model tokenizer_name_or_path tokenizer_type tokenizer.path",
     "parallel.tp": "tensor_model_parallel_size tensor_parallel_degree tensor_parallel tensor_parallel_size tp_size",
     "parallel.pp": "pipeline_model_parallel_size pipeline_parallel_degree pipeline_parallel pp_size",
@@ -94,7 +95,10 @@ _LEAVE_OUT: Final[Mapping[str, str]] = {
     "distributed_backend backend": "follows from the device: NCCL on GPUs, gloo on CPUs",
     "num_workers dataloader_num_workers": "is fixed: two processes per rank on GPUs, none on CPUs",
     "offload": "canzona does not move optimizer state to host memory",
-    "ema swa z_loss label_smoothing early_stopping sliding_window": "canzona does not have this",
+    "ema swa z_loss label_smoothing early_stopping sliding_window window_size mtp latent": "canzona does not have this",
+    "document_mask reset_attention_mask reset_position_ids inter_document_masking": (
+        "canzona packs documents into sequences without a mask between them"
+    ),
     "log_every log_freq log_interval logging_steps log_every_n_steps": "every step is logged, in metrics.jsonl",
 }
 """The reasons why users cannot set a feature, by words of its name. A word matches names that contain it
@@ -125,6 +129,7 @@ _OTHERWISE: Final[Mapping[str, tuple[str, str]]] = {
         "the length of a run is its number of steps",
         "write train.steps=N, with N = tokens / train.batch_tokens",
     ),
+    "rampup": ("canzona does not raise the batch in a run", "resume the run with another train.global_batch_size"),
     "epoch epochs": ("the length of a run is its number of steps", "write train.steps=N"),
     "eval_iters limit_val_batches val_iters val_batches validation_batches": (
         "a validation is a number of sequences, whatever the batch",
@@ -132,7 +137,7 @@ _OTHERWISE: Final[Mapping[str, tuple[str, str]]] = {
     ),
     "warmup_ratio lr_warmup_fraction": ("the warm-up is a number of steps", "write schedule.warmup_steps=N"),
     "untie_embeddings_and_output_weights": ("has the opposite meaning here", "write model.tied_embeddings=false"),
-    "split valid_path val_path valid_data_path val_data_path validation_path": (
+    "split": (
         "validation data are set as a share of the data",
         "write data.validation_fraction=0.01",
     ),

@@ -172,10 +172,17 @@ def _no_plan(config: RunConfig) -> str:
 
 def _unused_data(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
     data = config.data
-    for key, value in (("data.path", data.path), ("data.blend", data.blend)):
-        if value and data.source == "stdlib" and key in explicit:
+    chosen = explicit & {"data", "data.source"}
+    for key, value in (("data.path", data.path), ("data.blend", data.blend), ("data.validation", data.validation)):
+        # A data group or source on the command line replaces the data of the recipe, and data that a recipe names
+        # choose their source.
+        of_recipe = key == "data.validation" and not chosen
+        if value and data.source == "stdlib" and (key in explicit or of_recipe):
             reason = "is not read: data.source is stdlib, the source code of Python's standard library"
-            yield Problem(key, reason, f"write data=prepared to train on it, or {key}=null")
+            yield Problem(key, reason, f"write data=prepared to use it, or {key}=null")
+    if "data.validation_fraction" in explicit and data.validation_set and data.validation_fraction > 0:
+        reason = f"has no effect: the run is validated on data.validation={data.validation}"
+        yield Problem("data.validation_fraction", reason, "leave one of them out")
     if "data.tokenizer" in explicit and data.source == "prepared":
         fix = "leave it out, or prepare the data again: canzona data prepare ... --tokenizer NAME"
         yield Problem("data.tokenizer", "has no effect: prepared data has already been tokenised", fix)

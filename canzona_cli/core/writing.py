@@ -9,10 +9,19 @@ NOT_UTF8: Final = "backslashreplace"
 
 
 def write_text_atomic(path: Path, text: str) -> None:
-    """Writes `text` to `path` atomically: the text is on disk before the file gets its name.
+    """Writes `text` to `path` as `write_atomic` does. Characters that are not valid in UTF-8 are written as
+    escapes.
 
-    Other users can read the file if the umask allows it, but never write it. Characters that are not valid in
-    UTF-8 are written as escapes.
+    Raises:
+        OSError: the file cannot be written; no temporary file is left behind.
+    """
+    write_atomic(path, text.encode(errors=NOT_UTF8))
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Writes `content` to `path` atomically: it is on disk before the file gets its name.
+
+    Other users can read the file if the umask allows it, but never write it.
 
     Raises:
         OSError: the file cannot be written; no temporary file is left behind.
@@ -20,8 +29,8 @@ def write_text_atomic(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.urandom(6).hex()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)  # exclusive: no link is followed
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8", errors=NOT_UTF8) as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,13 +11,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from canzona_cli.config.schema import RunConfig
+from canzona_cli.config.schema import DataConfig, RunConfig
 from canzona_cli.core.errors import CanzonaError, ConfigError, Problem, collect_problems, refuse
 from canzona_cli.core.reading import expanded
 from canzona_cli.core.setup.problems import problem_with
 from canzona_cli.core.writing import write_text_atomic
 from canzona_cli.data.build import BuildSettings, Progress, build_pair, disk_problem
-from canzona_cli.data.indexed import PairInfo, bin_path, inspect_pair
+from canzona_cli.data.division import ReportProgress, split_tokens
+from canzona_cli.data.indexed import PairInfo, inspect_pair
 from canzona_cli.data.locks import exclusive_lock, lock_path
 from canzona_cli.data.sidecar import FORMAT, Sidecar, load_sidecar, saved_tokenizer_path
 from canzona_cli.data.sources import stdlib_digest, stdlib_sources
@@ -30,12 +31,13 @@ from canzona_cli.data.tokenizers import (
     read_backend,
     tokenizer_file,
 )
-from canzona_cli.records.corpus import PreparedCorpus, PreparedSet
+from canzona_cli.records.corpus import DataPlan, Division, PreparedCorpus, PreparedSet
 
 NO_VALIDATION = "train.eval_interval=0 data.validation_fraction=0"
 """The settings of a run that holds no documents out."""
+_HOLD_OUT = "use other text, or data.validation=null, which holds out documents of the data that is trained on"
 _PREPARE = "prepare the text with canzona data prepare, which keeps the tokenizer beside the tokens"
-ReportProgress = Callable[[str, float], None]
+_Pair = tuple[PairInfo, Sidecar | None]
 
 _CONFIG_KEYS = {
     "--tokenizer": "data.tokenizer",
@@ -46,13 +48,16 @@ _CONFIG_KEYS = {
 """The setting that corresponds to each option of `canzona data prepare`."""
 
 
-def ensure_corpus(config: RunConfig, on_progress: ReportProgress | None = None) -> PreparedCorpus:
+def ensure_corpus(
+    config: RunConfig, on_progress: ReportProgress | None = None, *, saved: DataPlan | None = None
+) -> PreparedCorpus:
     """Returns the corpus of `config.data` after checking it. The built-in corpus is prepared and cached if
     necessary.
 
     Args:
         config: the run. Its model's vocabulary and its sequence length are checked against the data.
         on_progress: called with a description of the current work and the finished share, 0 to 1.
+        saved: the data of the checkpoint that the run starts from, whose sets stay divided as they are there.
 
     Raises:
         ConfigError: data sets are missing or damaged (lists all of them), or they do not suit the run (lists
@@ -63,28 +68,26 @@ def ensure_corpus(config: RunConfig, on_progress: ReportProgress | None = None) 
     """
     report = on_progress or (lambda what, share: None)
     data = config.data
-    pairs: list[tuple[PairInfo, Sidecar | None]]
+    pairs: list[_Pair]
+    validation: list[_Pair] = []
     if data.source == "stdlib":
         weights, pairs = {"stdlib": 1.0}, [_stdlib_pair(config, report)]
     else:
         weights = data.blend or {str(data.path): 1.0}
-        pairs = _pairs([*weights], blended=bool(data.blend))
-    largest = [sidecar.max_token_id if sidecar else _largest_token_id(pair, config, report) for pair, sidecar in pairs]
+        unreadable: list[Problem] = []
+        pairs = _pairs([*weights], "data.blend" if data.blend else "data.path", unreadable)
+        validation = _pairs([data.validation] if data.validation else [], "data.validation", unreadable)
+        refuse(unreadable)
+    all_pairs = [*pairs, *validation]
+    largest = [
+        sidecar.max_token_id if sidecar else _largest_token_id(pair, data, report) for pair, sidecar in all_pairs
+    ]
     sets = []
     for name, weight, (pair, _) in zip(_set_names([*weights]), weights.values(), pairs, strict=True):
-        train_tokens, validation_tokens = pair.split_tokens(data.validation_fraction)
-        sets.append(
-            PreparedSet(
-                name=name,
-                prefix=pair.prefix,
-                share=weight / sum(weights.values()),
-                tokens=pair.tokens,
-                documents=pair.documents,
-                train_tokens=train_tokens,
-                validation_tokens=validation_tokens,
-                fingerprint=pair.fingerprint(),
-            )
-        )
+        whole = _whole_set(pair, name, share=weight / sum(weights.values()))
+        division = _division(data, whole, saved)
+        train_tokens, validation_tokens = split_tokens(pair, division, data, report)
+        sets.append(replace(whole, train_tokens=train_tokens, validation_tokens=validation_tokens, division=division))
     first_sidecar = pairs[0][1]
     corpus = PreparedCorpus(
         sets=tuple(sets),
@@ -93,8 +96,10 @@ def ensure_corpus(config: RunConfig, on_progress: ReportProgress | None = None) 
         max_token_id=max(largest),
         eod=first_sidecar.eod if first_sidecar else None,
         tokenizer_sha256=(first_sidecar.tokenizer_sha256 or first_sidecar.tokenizer) if first_sidecar else "",
+        validation=next((_whole_set(pair, Path(str(data.validation)).name) for pair, _ in validation), None),
     )
-    problems = [*_disagreements(pairs), *_repetitions(corpus), *_vocabulary_problems(config, corpus)]
+    problems = [*_disagreements(pairs, "data.blend"), *_disagreements([pairs[0], *validation], "data.validation")]
+    problems += [*_repetitions(corpus), *_vocabulary_problems(config, corpus), *_validation_problems(config, corpus)]
     for part, (pair, _) in zip(corpus.sets, pairs, strict=True):
         problems += _length_problems(config, pair, part, blended=len(pairs) > 1)
     problems += _sample_problems(config, corpus)
@@ -166,23 +171,42 @@ def token_bytes(corpus: PreparedCorpus) -> TokenBytes | None:
     return TokenBytes(values=np.full(corpus.vocab_size, mean), counted=False)
 
 
-def _pairs(paths: Sequence[str], *, blended: bool) -> list[tuple[PairInfo, Sidecar | None]]:
-    """Returns the pairs at these prefixes with their sidecars.
+def _pairs(paths: Sequence[str], key: str, problems: list[Problem]) -> list[_Pair]:
+    """Returns the pairs at these prefixes with their sidecars; adds a problem for each that is missing or damaged.
 
-    Raises:
-        ConfigError: pairs are missing or damaged. The error lists all of them.
+    Args:
+        key: the setting that names them.
     """
-    pairs, problems = [], list[Problem]()
+    pairs, found = [], list[Problem]()
     for path in paths:
-        with collect_problems(problems):
+        with collect_problems(found):
             pair = inspect_pair(expanded(path).absolute())
             pairs.append((pair, load_sidecar(pair)))
-    if blended:
-        problems = [
-            replace(problem, key="data.blend", fix=problem.fix.replace("data.path=", "")) for problem in problems
-        ]
-    refuse(problems)
+    in_fix = "" if key == "data.blend" else f"{key}="
+    problems += [replace(problem, key=key, fix=problem.fix.replace("data.path=", in_fix)) for problem in found]
     return pairs
+
+
+def _whole_set(pair: PairInfo, name: str, *, share: float = 1.0) -> PreparedSet:
+    """Returns a set of which all tokens are for validation."""
+    return PreparedSet(
+        name=name,
+        prefix=pair.prefix,
+        share=share,
+        tokens=pair.tokens,
+        documents=pair.documents,
+        train_tokens=0,
+        validation_tokens=pair.tokens,
+        fingerprint=pair.fingerprint(),
+    )
+
+
+def _division(data: DataConfig, part: PreparedSet, saved: DataPlan | None) -> Division:
+    """Returns how the documents of a set are divided: as in the checkpoint, if it has this set."""
+    place = None if saved is None else saved.place_of(part)
+    if saved is not None and place is not None:
+        return saved.corpus.sets[place].division
+    return "tail" if data.source == "stdlib" else "drawn"
 
 
 def _set_names(paths: Sequence[str]) -> list[str]:
@@ -191,9 +215,13 @@ def _set_names(paths: Sequence[str]) -> list[str]:
     return names if len(set(names)) == len(names) else [*paths]
 
 
-def _disagreements(pairs: Sequence[tuple[PairInfo, Sidecar | None]]) -> Iterator[Problem]:
+def _disagreements(pairs: Sequence[_Pair], key: str) -> Iterator[Problem]:
     """Yields a problem for every set whose tokenizer differs from the first set's, because the same id would
-    mean different text."""
+    mean different text.
+
+    Args:
+        key: the setting that names the sets.
+    """
     (first, first_sidecar), *others = pairs
     for pair, sidecar in others:
         if _tokenizer_key(sidecar) == _tokenizer_key(first_sidecar):
@@ -202,7 +230,7 @@ def _disagreements(pairs: Sequence[tuple[PairInfo, Sidecar | None]]) -> Iterator
         reason = f"its tokenizer is {tokenizer}, but {first.prefix} has {expected}: the same id means different text"
         saved = saved_tokenizer_path(first.prefix)
         fix = f"canzona data prepare ... --tokenizer {saved if saved.exists() else 'byte'}, the same for all sets"
-        yield Problem("data.blend", reason, fix, value=str(pair.prefix))
+        yield Problem(key, reason, fix, value=str(pair.prefix))
 
 
 def _repetitions(corpus: PreparedCorpus) -> Iterator[Problem]:
@@ -214,6 +242,17 @@ def _repetitions(corpus: PreparedCorpus) -> Iterator[Problem]:
         if first is not part:
             reason = f"has the same contents as {first.prefix}, so its samples would be read twice"
             yield Problem("data.blend", reason, "list it once, with the sum of both weights", value=str(part.prefix))
+    if corpus.validation is not None and corpus.validation.fingerprint in first_with:
+        reason = f"has the same contents as {first_with[corpus.validation.fingerprint].prefix}, which is trained on"
+        yield Problem("data.validation", reason, _HOLD_OUT, value=str(corpus.validation.prefix))
+
+
+def _validation_problems(config: RunConfig, corpus: PreparedCorpus) -> Iterator[Problem]:
+    """Yields a problem if the run validates on a set that has too few tokens for one sample."""
+    part, needed = corpus.validation, config.train.seq_length + 1
+    if part is not None and config.train.eval_interval > 0 and part.tokens < needed:
+        reason = f"has {part.tokens:,} tokens, but a sample needs {needed:,}"
+        yield Problem("data.validation", reason, _HOLD_OUT, value=str(part.prefix))
 
 
 def _tokenizer_words(sidecar: Sidecar | None) -> str:
@@ -225,11 +264,13 @@ def _tokenizer_key(sidecar: Sidecar | None) -> tuple[str | None, int, int] | Non
     return None if sidecar is None else (sidecar.tokenizer_sha256, sidecar.vocab_size, sidecar.eod)
 
 
-def check_data(config: RunConfig, on_progress: ReportProgress) -> PreparedCorpus | None:
+def check_data(
+    config: RunConfig, on_progress: ReportProgress, *, saved: DataPlan | None = None
+) -> PreparedCorpus | None:
     """Checks a run's data as far as this is possible without preparing the built-in corpus.
 
     Prepared data are checked completely. For the built-in corpus only the tokenizer file is checked, because
-    the corpus is prepared by the first run that needs it.
+    the corpus is prepared by the first run that needs it. For arguments see `ensure_corpus`.
 
     Returns:
         The corpus; None for the built-in corpus.
@@ -238,7 +279,7 @@ def check_data(config: RunConfig, on_progress: ReportProgress) -> PreparedCorpus
         ConfigError: see `ensure_corpus`; or the tokenizer file is missing or not valid.
     """
     if config.data.source == "prepared":
-        return ensure_corpus(config, on_progress)
+        return ensure_corpus(config, on_progress, saved=saved)
     if config.data.tokenizer not in ("byte", "bpe"):
         try:
             load_json_tokenizer(config.data.tokenizer)
@@ -318,12 +359,10 @@ def _as_settings_problem(problem: Problem) -> Problem:
     return replace(problem, key=_CONFIG_KEYS.get(problem.key, problem.key), fix=fix)
 
 
-def _largest_token_id(pair: PairInfo, config: RunConfig, report: ReportProgress) -> int:
+def _largest_token_id(pair: PairInfo, data: DataConfig, report: ReportProgress) -> int:
     """Returns the largest token id in a pair without a sidecar. The result is cached, because the scan may
     take minutes."""
-    status = bin_path(pair.prefix).stat()
-    key = f"{bin_path(pair.prefix)}\0{status.st_size}\0{status.st_mtime_ns}\0{pair.dtype}"
-    memo = config.data.cache_root / "scans" / hashlib.sha256(key.encode()).hexdigest()[:24]
+    memo = pair.scan_path(data.cache_root, "largest id")
     with suppress(OSError, ValueError):
         return int(memo.read_text())
     largest = pair.scan_max_token_id(lambda share: report("looking for the largest token id", share))
@@ -336,7 +375,7 @@ def _largest_token_id(pair: PairInfo, config: RunConfig, report: ReportProgress)
 def _vocabulary_problems(config: RunConfig, corpus: PreparedCorpus) -> Iterator[Problem]:
     needed = corpus.max_token_id + 1
     if needed > config.model.vocab_size:
-        files = ", ".join(f"{part.prefix}.bin" for part in corpus.sets)
+        files = ", ".join(f"{part.prefix}.bin" for part in {*corpus.sets, *corpus.validation_sets})
         reason = f"{files} has token ids up to {corpus.max_token_id}, beyond the embedding"
         fix = f"model.vocab_size={padded_vocab_size(needed)} (at least {needed}; multiples of 128 divide well)"
         yield problem_with(config, "model.vocab_size", reason, fix)
@@ -358,13 +397,17 @@ def _length_problems(config: RunConfig, pair: PairInfo, part: PreparedSet, *, bl
         reason = f"{data} has only {part.tokens:,} tokens, less than one sample"
         fix = "prepare more text, or use a shorter train.seq_length"
         yield problem_with(config, "train.seq_length", reason, fix)
-    elif part.train_tokens < needed or (config.train.eval_interval > 0 and part.validation_tokens < needed):
+    elif part.train_tokens < needed or (
+        config.train.eval_interval > 0 and not config.data.validation_set and part.validation_tokens < needed
+    ):
         split, available = "training", part.train_tokens
         if available >= needed:
             split, available = "validation", part.validation_tokens
         of_set = f" of {part.name}" if blended else ""
         reason = f"leaves {available:,} tokens{of_set} for {split}, but a sample needs {needed:,}"
-        yield problem_with(config, "data.validation_fraction", reason, _better_fraction(pair, needed))
+        yield problem_with(
+            config, "data.validation_fraction", reason, _better_fraction(pair, part.division, config.data, needed)
+        )
 
 
 def _sample_problems(config: RunConfig, corpus: PreparedCorpus) -> Iterator[Problem]:
@@ -383,15 +426,18 @@ def _sample_problems(config: RunConfig, corpus: PreparedCorpus) -> Iterator[Prob
         yield problem_with(config, "train.sample_prompt", reason, "use a shorter prompt")
 
 
-def usable_fraction(pair: PairInfo, needed: int, *, at_least: float = 0.01) -> float | None:
+def usable_fraction(
+    pair: PairInfo, division: Division, data: DataConfig, needed: int, *, at_least: float = 0.01
+) -> float | None:
     """Returns the smallest validation share, from `at_least` to 0.5 in steps of 0.01, with at least `needed`
     tokens in both splits; None if there is no such share."""
     shares = [percent / 100 for percent in range(round(at_least * 100), 51)]
-    return next((share for share in shares if min(pair.split_tokens(share)) >= needed), None)
+    settings = {share: replace(data, validation_fraction=share) for share in shares}
+    return next((share for share in shares if min(split_tokens(pair, division, settings[share])) >= needed), None)
 
 
-def _better_fraction(pair: PairInfo, needed: int) -> str:
-    share = usable_fraction(pair, needed)
+def _better_fraction(pair: PairInfo, division: Division, data: DataConfig, needed: int) -> str:
+    share = usable_fraction(pair, division, data, needed)
     if share is None:
         return f"{NO_VALIDATION} (no validation), or more documents (canzona data prepare --document line)"
     return f"data.validation_fraction={share:g}, or {NO_VALIDATION} (no validation)"

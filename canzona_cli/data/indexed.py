@@ -235,13 +235,15 @@ class PairInfo:
             digest.update(ids[start : start + _HASHED_BLOCK])
         return digest.hexdigest()
 
-    def split_tokens(self, validation_fraction: float) -> tuple[int, int]:
-        """Returns the number of tokens for training and the number for validation."""
-        held_out = int(self.lengths[self.split_at(validation_fraction) :].sum(dtype=np.int64))
-        return self.tokens - held_out, held_out
+    def scan_path(self, cache_root: Path, what: str) -> Path:
+        """Returns the file of the cache for a result of reading all tokens. It is another file once one of the pair
+        has changed."""
+        states = [(path, path.stat()) for path in (bin_path(self.prefix), idx_path(self.prefix))]
+        facts = [f"{path}\0{state.st_size}\0{state.st_mtime_ns}" for path, state in states]
+        return cache_root / "scans" / hashlib.sha256("\0".join([*facts, what]).encode()).hexdigest()[:24]
 
     def split_at(self, validation_fraction: float) -> int:
-        """Returns the number of sequences for training.
+        """Returns the number of sequences for training if the last ones are held out.
 
         Megatron holds out complete sequences from the end, and rounds the number of the others to the nearest
         integer (`BlendedMegatronDatasetBuilder`). With few long sequences a split may therefore be empty.

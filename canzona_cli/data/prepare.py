@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from canzona_cli.config.overrides import text_value
+from canzona_cli.config.schema import DataConfig
 from canzona_cli.core.errors import ConfigError, EnvironmentProblem, Problem, refuse
 from canzona_cli.core.host import existing_folder
 from canzona_cli.core.reading import expanded
@@ -34,7 +35,6 @@ from canzona_cli.data.tokenizers import MIN_VOCAB_SIZE, load_json_tokenizer
 _MAX_VOCAB_SIZE = 1 << 20
 _FIRST_RECIPE = ("qwen3-tiny", 256)
 """The recipe suggested for a first run with new data, and its sequence length."""
-_DEFAULT_FRACTION = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +88,12 @@ def train_command(built: BuiltPair) -> str:
     words = ["canzona", "train", f"recipe={recipe}", "data=prepared", f"data.path={path}"]
     words.append(f"model.vocab_size={padded_vocab_size(built.sidecar.vocab_size)}")
     # With few documents the default share may hold out too few tokens, and the run would be refused.
-    share = usable_fraction(inspect_pair(built.prefix), seq_length + 1, at_least=_DEFAULT_FRACTION)
+    default = DataConfig(source="prepared")
+    at_least = default.validation_fraction
+    share = usable_fraction(inspect_pair(built.prefix), "drawn", default, seq_length + 1, at_least=at_least)
     if share is None:
         words += NO_VALIDATION.split()
-    elif share != _DEFAULT_FRACTION:
+    elif share != at_least:
         words.append(f"data.validation_fraction={share:g}")
     return shlex.join(words)
 

@@ -154,8 +154,8 @@ def _suggestion(path: Path) -> str:
 def stdlib_sources() -> list[Source]:
     """Returns the source file of every module of the standard library, ordered by the hashes of the names.
 
-    Validation data are held out from the end of a corpus. If files were ordered by name, these data would be
-    only `xml*` to `zip*`. Ordered by hash they are a fair sample, and the order is always the same.
+    Validation data are held out from the end of the built-in corpus. If files were ordered by name, these data would
+    be only `xml*` to `zip*`. Ordered by hash they are a fair sample, and the order is always the same.
 
     Raises:
         EnvironmentProblem: this Python has no readable sources.

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
+from canzona_cli.config.schema import DataConfig
 from canzona_cli.data.corpus import saved_tokenizer
+from canzona_cli.data.division import held_out
 from canzona_cli.data.indexed import PairInfo, bin_path, inspect_pair
 from canzona_cli.data.sidecar import Sidecar, load_sidecar
 from canzona_cli.data.tokenizers import TokenArray, Tokenizer
@@ -15,7 +17,8 @@ from canzona_cli.data.tokenizers import TokenArray, Tokenizer
 BINS = 6
 """The maximum number of bars in the histogram of lengths."""
 MOST_COUNTED = 1 << 26
-"""The maximum number of tokens among which unknown ones are counted: a tenth of a second."""
+"""The maximum number of tokens that are read to describe data: among these, unknown ones are counted in a tenth of a
+second."""
 END = "[end of document]"
 """The line that stands for an end-of-document token."""
 
@@ -49,6 +52,15 @@ class LengthSummary:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """The documents that a run holds out for validation by default."""
+
+    share: float
+    documents: int
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class UnknownTokens:
     """The tokens that stand for text which the tokenizer's vocabulary does not have."""
 
@@ -69,6 +81,8 @@ class DataView:
     sidecar: Sidecar | None
     """The facts that `canzona data prepare` wrote; None for data from other tools."""
     lengths: LengthSummary
+    held_out: HeldOut | None
+    """The documents held out by default; None for data that would take long to read."""
     documents: tuple[ShownDocument, ...]
     """The first documents, without text if the tokenizer is unknown."""
     sequence: str | None
@@ -105,6 +119,7 @@ def view(prefix: Path, *, documents: int, tokens: int, seq_length: int | None) -
         sidecar=sidecar,
         lengths=_length_summary(np.diff(ends, prepend=0)),
         unknown=_unknown_tokens(ids, tokenizer),
+        held_out=_held_out(pair) if pair.tokens <= MOST_COUNTED else None,
         documents=tuple(_documents(ids, ends[:documents].tolist(), tokens, tokenizer)),
         sequence=sequence,
         sequence_documents=0 if sequence is None else int(np.searchsorted(ends, min(seq_length or 0, ids.size))) + 1,
@@ -121,6 +136,16 @@ def count_unknown(prefix: Path) -> UnknownTokens | None:
     sidecar = load_sidecar(pair)
     tokenizer = None if sidecar is None else saved_tokenizer(pair.prefix, sidecar.tokenizer, sidecar.eod)
     return _unknown_tokens(np.memmap(bin_path(pair.prefix), dtype=pair.dtype, mode="r"), tokenizer)
+
+
+def _held_out(pair: PairInfo) -> HeldOut:
+    default = DataConfig(source="prepared")
+    mask = held_out(pair, "drawn", default)
+    return HeldOut(
+        share=default.validation_fraction,
+        documents=int(mask[pair.document_ends - 1].sum()),
+        tokens=int(pair.lengths[mask].sum()),
+    )
 
 
 def _unknown_tokens(ids: TokenArray, tokenizer: Tokenizer | None) -> UnknownTokens | None:

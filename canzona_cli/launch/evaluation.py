@@ -25,7 +25,7 @@ from canzona_cli.launch.resumed_data import check_tokenizer, other_text
 from canzona_cli.launch.supervisor import run_ranks
 from canzona_cli.launch.view import TrainView
 from canzona_cli.records.codec import save
-from canzona_cli.records.corpus import PreparedCorpus
+from canzona_cli.records.corpus import DataPlan, PreparedCorpus
 from canzona_cli.records.records import Documents, Evaluation, Note, ResumePoint, StageEvent, read_evaluation
 
 WORKER_MODULE = "canzona_cli.training.evaluation"
@@ -90,8 +90,8 @@ def prepare(
         reason = f"need {nodes} machines, but an evaluation runs on a single machine, which has {per_node} at most"
         raise ConfigError(Problem("gpus", reason, f"add gpus={per_node} or fewer", value=config.gpus))
     preflight.check_machine(config, layout, training=False)
-    other_data = any(key == "data" or key.startswith("data.") for key in overridden - {"data.cache_dir"})
-    corpus = _corpus(config, documents or ("all" if other_data else "held-out"), on_progress)
+    documents = documents or ("all" if _replaces_data(overridden) else "held-out")
+    corpus = _corpus(config, documents, saved_plan, on_progress)
     check_tokenizer(saved_plan, str(checkpoint.path), config, corpus)
     config = replace(config, train=replace(config.train, eval_sequences=_sequences(config, corpus, batches)))
     notes = (*composed.warnings, *other_text(saved_plan, corpus))
@@ -101,8 +101,15 @@ def prepare(
 def _arguments(checkpoint: StoredCheckpoint, overrides: Sequence[str], overridden: set[str]) -> list[str]:
     """Returns the saved settings with those of an evaluation and the user's overrides, in this order."""
     recipe = f"recipe={text_value(str(checkpoint.path / 'config.yaml'))}"
-    replaced = [setting for setting in _REPLACED_SETTINGS if key_of(setting) not in overridden]
+    other = ("data.validation=null",) if _replaces_data(overridden) else ()
+    replaced = [setting for setting in (*_REPLACED_SETTINGS, *other) if key_of(setting) not in overridden]
     return [recipe, *replaced, *overrides]
+
+
+def _replaces_data(overridden: set[str]) -> bool:
+    """Returns True if these settings name other data than the run's to train on."""
+    others = overridden - {"data.cache_dir", "data.validation"}
+    return any(key == "data" or key.startswith("data.") for key in others)
 
 
 def run(prepared: PreparedEvaluation, say: Callable[[str], None]) -> tuple[Evaluation, Path]:
@@ -151,17 +158,26 @@ def _with_layout(config: RunConfig) -> tuple[RunConfig, Layout]:
 
 
 def _corpus(
-    config: RunConfig, documents: Documents, on_progress: Callable[[str, float], None] | None
+    config: RunConfig,
+    documents: Documents,
+    saved: DataPlan | None,
+    on_progress: Callable[[str, float], None] | None,
 ) -> PreparedCorpus:
-    """Prepares the data. If all documents are read, all of their tokens become validation tokens."""
+    """Prepares the data. If all documents are read, all of their tokens become validation tokens.
+
+    Args:
+        saved: the data plan of the checkpoint; None if it has none.
+    """
     if documents == "held-out":
-        if config.data.validation_fraction == 0:
+        if config.data.validation_fraction == 0 and not config.data.validation_set:
             reason = "the run held out no data: it trained on all of it"
-            fix = "--documents all, or other data: data=prepared data.path=PREFIX"
+            fix = "--documents all, or other data: data.validation=PREFIX"
             raise ConfigError(problem_with(config, "data.validation_fraction", reason, fix))
         # Evaluated documents must suffice for a sample, even if the run itself does not validate.
-        return ensure_corpus(replace(config, train=replace(config.train, eval_interval=1)), on_progress)
-    whole = replace(config.data, validation_fraction=0.0)
+        validating = replace(config, train=replace(config.train, eval_interval=1))
+        corpus = ensure_corpus(validating, on_progress, saved=saved)
+        return replace(corpus, sets=corpus.validation_sets, validation=None)
+    whole = replace(config.data, validation_fraction=0.0, validation=None)
     no_validation = replace(config, data=whole, train=replace(config.train, eval_interval=0))
     corpus = ensure_corpus(no_validation, on_progress)
     sets = [replace(data, train_tokens=0, validation_tokens=data.tokens) for data in corpus.sets]

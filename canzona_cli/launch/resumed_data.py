@@ -12,6 +12,7 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import CanzonaError, ConfigError, Problem
 from canzona_cli.core.setup import Layout
 from canzona_cli.core.setup.problems import value_of
+from canzona_cli.data.division import held_out
 from canzona_cli.data.indexed import inspect_pair
 from canzona_cli.data.order import (
     Order,
@@ -32,7 +33,7 @@ _MOST_COUNTED: Final = 50_000_000
 """The number of documents and samples up to which repeated tokens are counted, in about half a minute."""
 _ORDER_SETTINGS: Final = (
     *("train.steps", "train.global_batch_size", "train.seq_length", "train.seed"),
-    *("data.validation_fraction", "data.blend"),
+    *("data.validation", "data.validation_fraction", "data.blend"),
 )
 
 
@@ -106,6 +107,12 @@ def _text_warnings(resumption: Resumption, saved: DataPlan, corpus: PreparedCorp
                 f"{part.prefix} has other text than up to step {resumption.step:,}: {_counts(part, before)}. The run "
                 "reads the new text from here on; text that it has already read may come again"
             )
+    now, before = corpus.validation, saved.corpus.validation
+    if now is not None and before is not None and now.prefix == before.prefix and _differ(before, now):
+        yield (
+            f"{now.prefix} has other text than up to step {resumption.step:,}: {_counts(now, before)}. Validation "
+            "losses before and after are of different text"
+        )
 
 
 def other_text(saved: DataPlan | None, corpus: PreparedCorpus) -> Iterator[str]:
@@ -116,8 +123,11 @@ def other_text(saved: DataPlan | None, corpus: PreparedCorpus) -> Iterator[str]:
     """
     if saved is None or not all(known.fingerprint for known in saved.corpus.sets):
         return
+    own_set = saved.corpus.validation
     for part in corpus.sets:
         before = _before(saved, part)
+        if before is None and own_set is not None and own_set.prefix == part.prefix:
+            before = own_set
         if before is None:
             yield f"{part.prefix} is none of the run's data, so its loss is not that of the run's own validation"
         elif _differ(before, part):
@@ -186,7 +196,7 @@ def _count_words(config: RunConfig, part: PreparedSet, old: Order, new: Order, f
         pair = inspect_pair(part.prefix)
     except CanzonaError:
         return ""
-    lengths = pair.lengths[: pair.split_at(config.data.validation_fraction)]
+    lengths = pair.lengths[~held_out(pair, part.division, config.data)]
     if old.tokens != new.tokens or int(lengths.sum()) != new.tokens:
         return ""
     if max(new.epochs * len(lengths), old.epochs * len(lengths), new.samples, old.samples) > _MOST_COUNTED:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from canzona_cli.config.checks import BYTE_TOKENIZER_IDS
 from canzona_cli.config.schema import RunConfig
@@ -23,6 +23,12 @@ _STDLIB_TOKENS: Final = {"byte": 11_300_000}
 _STDLIB_OTHER_TOKENS: Final = 2_900_000
 """The number of training tokens in the same sources with any other tokenizer, at about four bytes per token."""
 
+Division = Literal["drawn", "tail"]
+"""How the documents of a set are divided. drawn: a document is held out by a hash of its tokens, so equal documents
+are on the same side, and a document stays on its side when others are added. tail: the last documents are held out,
+as in the built-in corpus, whose documents are in the order of a hash, and in runs that began before documents were
+drawn."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedSet:
@@ -37,6 +43,7 @@ class PreparedSet:
     documents: int
     train_tokens: int
     validation_tokens: int
+    division: Division = "tail"
     fingerprint: str = ""
     """The hash of the index and of the token ids (`PairInfo.fingerprint`); empty if it is not known."""
 
@@ -57,6 +64,8 @@ class PreparedCorpus:
     """The end-of-document token; None for data from other tools, whose files do not record it."""
     tokenizer_sha256: str = ""
     """The hash of the tokenizer's file, or `byte`; empty if the tokenizer is unknown."""
+    validation: PreparedSet | None = None
+    """The set of `data.validation`, with only validation tokens; None if the run validates on held-out documents."""
 
     @property
     def prefix(self) -> Path:
@@ -77,7 +86,12 @@ class PreparedCorpus:
 
     @property
     def validation_tokens(self) -> int:
-        return sum(part.validation_tokens for part in self.sets)
+        return sum(part.validation_tokens for part in self.validation_sets)
+
+    @property
+    def validation_sets(self) -> tuple[PreparedSet, ...]:
+        """The sets with the validation tokens."""
+        return self.sets if self.validation is None else (self.validation,)
 
 
 @dataclass(frozen=True, kw_only=True)

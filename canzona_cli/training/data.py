@@ -123,22 +123,18 @@ def build_datasets(config: RunConfig, corpus: PreparedCorpus, *, cache: Path, pl
     left = plan.samples - plan.blend_start
     sets = [index.training_set(part, size) for part, size in zip(corpus.sets, set_sizes(plan), strict=True)]
     blend = index.blend(sets, shares, sum(math.ceil(left * share) for share in shares)) if len(sets) > 1 else None
+    validates = config.train.eval_interval > 0 and corpus.validation_tokens > 0
     train: Samples = sets[0] if blend is None else blend
     if plan.blend_start:
         train = _ContinuedBlend(plan, sets, blend)
-    return Datasets(train=train, validation=build_validation(config, corpus, cache=cache) if _validates(config) else ())
-
-
-def _validates(config: RunConfig) -> bool:
-    return config.train.eval_interval > 0 and config.data.validation_fraction > 0
+    return Datasets(train=train, validation=build_validation(config, corpus, cache=cache) if validates else ())
 
 
 def build_validation(config: RunConfig, corpus: PreparedCorpus, *, cache: Path) -> tuple[ValidationSet, ...]:
-    """Builds the validation samples of each data set: from the documents that are held out from training, or
-    from all documents if the corpus has no training tokens. Collective."""
+    """Builds the validation samples of each data set with validation tokens. Collective."""
     index = _sample_index(config, corpus, cache, seed=_VALIDATION_SEED)
     sets = []
-    for part in corpus.sets:
+    for part in corpus.validation_sets:
         samples = index.validation_set(part)
         count = min(config.train.eval_sequences, len(samples))
         sets.append(ValidationSet(name=part.name, share=part.share, samples=samples, count=count))
@@ -151,7 +147,7 @@ def _sample_index(config: RunConfig, corpus: PreparedCorpus, cache: Path, *, see
         vocab_size=config.model.vocab_size,
         seq_length=config.train.seq_length,
         seed=seed,
-        validation_fraction=config.data.validation_fraction,
+        data=config.data,
         cache=cache,
     )
 

@@ -22,8 +22,10 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 
+from canzona_cli.config.schema import DataConfig
 from canzona_cli.core.errors import EnvironmentProblem, Problem, refuse, write_error
 from canzona_cli.core.megatron.parallel import gather
+from canzona_cli.data.division import Mask, held_out
 from canzona_cli.data.indexed import inspect_pair
 from canzona_cli.data.locks import exclusive_lock
 from canzona_cli.records.corpus import PreparedCorpus, PreparedSet
@@ -60,21 +62,21 @@ class SampleIndex:
     vocab_size: int
     seq_length: int
     seed: int
-    validation_fraction: float
+    data: DataConfig
     cache: Path
     """The folder of all indices."""
 
     def training_set(self, part: PreparedSet, samples: int) -> GPTDataset:
         """Returns at least `samples` samples of a set's training documents. Collective."""
-        cut = inspect_pair(part.prefix).split_at(self.validation_fraction)
-        return self._dataset(part, (0, cut), samples, Split.train)
+        return self._dataset(part, ~self._held_out(part), samples, Split.train)
 
     def validation_set(self, part: PreparedSet) -> GPTDataset:
-        """Returns each sample of a set's held-out documents once; of all documents if the corpus has no
-        training tokens. Collective."""
+        """Returns each sample of a set's validation tokens once. Collective."""
+        return self._dataset(part, self._held_out(part), None, Split.valid)
+
+    def _held_out(self, part: PreparedSet) -> Mask:
         pair = inspect_pair(part.prefix)
-        cut = pair.split_at(self.validation_fraction) if self.corpus.train_tokens else 0
-        return self._dataset(part, (cut, pair.sequences), None, Split.valid)
+        return held_out(pair, part.division, self.data) if part.train_tokens else np.ones(pair.sequences, np.bool_)
 
     def blend(self, sets: list[GPTDataset], shares: list[float], samples: int) -> BlendedDataset:
         """Returns samples of several sets in fixed shares. Collective."""
@@ -82,12 +84,13 @@ class SampleIndex:
         settings = self._settings(self.corpus.sets)
         return self._built(key, settings, lambda where: BlendedDataset(sets, shares, samples, where))
 
-    def _dataset(self, part: PreparedSet, documents: tuple[int, int], samples: int | None, split: Split) -> GPTDataset:
+    def _dataset(self, part: PreparedSet, sequences: Mask, samples: int | None, split: Split) -> GPTDataset:
         settings = self._settings([part])
+        indices = np.flatnonzero(sequences).astype(np.int32)
+        documents = hashlib.sha256(indices.data).hexdigest()
         # A name for Megatron's description; the documents are passed below.
         settings.split_matrix = [documents if name is split else None for name in Split]
         tokens = GPTDataset.build_low_level_dataset(str(part.prefix), settings)
-        indices = np.arange(*documents, dtype=np.int32)
         key = {
             "contents": part.fingerprint,
             "path": str(part.prefix),

@@ -137,6 +137,8 @@ UNUSED = [
     ("engine=sc engine.splitting=split", "engine.splitting"),
     ("engine=layerwise engine.splitting=per_head", "engine.splitting"),
     ("engine=sc optimizer.form=gram", "optimizer.form"),
+    ("data.validation=x", "data.validation"),
+    ("data.path=x data.validation=y data.validation_fraction=0.1", "data.validation_fraction"),
     ("engine=layerwise optimizer.form=gram", "optimizer.form"),
 ]
 

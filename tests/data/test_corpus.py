@@ -16,6 +16,7 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import EnvironmentProblem
 from canzona_cli.data.build import BuiltPair
 from canzona_cli.data.corpus import ensure_corpus, token_bytes, tokenizer_of
+from canzona_cli.data.division import split_tokens
 from canzona_cli.data.indexed import bin_path, idx_path, inspect_pair
 from canzona_cli.data.locks import Busy, exclusive_lock
 from canzona_cli.data.prepare import PrepareRequest, prepare
@@ -136,8 +137,9 @@ def test_a_split_that_leaves_nothing_names_one_that_does(tmp_path: Path) -> None
 
 
 def test_a_split_that_is_too_short_is_told_with_its_size(tmp_path: Path) -> None:
-    run, built = prepared(tmp_path, "nine more\n" * 40, "data.validation_fraction=0.4")
-    train, validation = inspect_pair(built.prefix).split_tokens(0.4)
+    text = "".join(f"{number} more\n" for number in range(40))
+    run, built = prepared(tmp_path, text, "data.validation_fraction=0.4")
+    train, validation = split_tokens(inspect_pair(built.prefix), "drawn", run.data)
     assert validation < train < run.train.seq_length
     assert f"leaves {train} tokens for training" in problems(run)["data.validation_fraction"]
 
@@ -147,23 +149,28 @@ def prepared_again(tmp_path: Path, share: float) -> RunConfig:
 
 
 def test_without_validation_all_tokens_train(tmp_path: Path) -> None:
-    run, built = prepared(tmp_path, LONG, "train.eval_interval=0", "data.validation_fraction=0.0002")
+    run, built = prepared(tmp_path, LONG, "train.eval_interval=0", "data.validation_fraction=0")
     corpus = ensure_corpus(run)
     assert (corpus.train_tokens, corpus.validation_tokens) == (built.sidecar.tokens, 0)
 
 
 def test_a_pair_of_another_tool_is_scanned_once(tmp_path: Path) -> None:
+    """For its largest id and for the documents to hold out."""
     run, built = prepared(tmp_path, LONG)
     sidecar_path(built.prefix).unlink()
     scans: list[str] = []
     corpus = ensure_corpus(run, lambda what, share: scans.append(what))
     assert (corpus.tokenizer, corpus.eod, corpus.max_token_id, corpus.vocab_size) == ("unknown", None, 256, 257)
-    assert len(scans) == 1
-    ensure_corpus(run, lambda what, share: scans.append(what))
-    assert len(scans) == 1
+    assert len({*scans}) == len(scans) == 2
+    assert ensure_corpus(run, lambda what, share: scans.append(what)) == corpus
+    assert len(scans) == 2
     os.utime(bin_path(built.prefix), ns=(1, 1))  # other content would have another time
     ensure_corpus(run, lambda what, share: scans.append(what))
-    assert len(scans) == 2
+    assert len(scans) == 4
+    for memo in (tmp_path / "cache" / "scans").iterdir():
+        memo.write_bytes(memo.read_bytes()[:-1] + b"?")
+    assert ensure_corpus(run, lambda what, share: scans.append(what)) == corpus
+    assert len(scans) == 6, "what is damaged is found again"
 
 
 def test_a_sidecar_of_other_data_is_told(tmp_path: Path) -> None:
@@ -215,3 +222,55 @@ def test_the_lock_excludes_and_dies_with_its_holder(tmp_path: Path) -> None:
         assert path.exists()
     assert not path.exists()
     holder.wait()
+
+
+def test_a_validation_set_of_its_own_takes_no_documents_from_training(tmp_path: Path) -> None:
+    run, built = prepared(tmp_path, LONG, f"data.validation={tmp_path / 'own'}")
+    (tmp_path / "own.txt").write_text(LONG.replace("line", "verse"))
+    asked = PrepareRequest(inputs=(str(tmp_path / "own.txt"),), output=str(tmp_path / "own"), document="line")
+    own = prepare(asked, lambda progress: None)
+    corpus = ensure_corpus(run)
+    assert (corpus.train_tokens, corpus.validation_tokens) == (built.sidecar.tokens, own.sidecar.tokens)
+    assert [(part.name, part.documents, part.train_tokens) for part in corpus.validation_sets] == [("own", 2000, 0)]
+
+
+def test_what_is_no_validation_set_is_refused_with_its_reason(tmp_path: Path) -> None:
+    def reason(name: str, *overrides: str) -> str:
+        run = config(tmp_path, f"data.path={tmp_path / 'p'}", f"data.validation={tmp_path / name}", *overrides)
+        found = problems(run)
+        assert [*found] == ["data.validation"]
+        return found["data.validation"]
+
+    def write(name: str, text: str, tokenizer: str = "byte") -> None:
+        (tmp_path / "in.txt").write_text(text)
+        size = 270 if tokenizer == "bpe" else None
+        asked = PrepareRequest(
+            inputs=(str(tmp_path / "in.txt"),),
+            output=str(tmp_path / name),
+            document="line",
+            tokenizer=tokenizer,
+            vocab_size=size,
+        )
+        prepare(asked, lambda progress: None)
+
+    write("p", LONG)
+    write("copy", LONG)
+    write("words", LONG, "bpe")
+    write("short", "a short text\n")
+    assert "no such file; create it" in reason("none")
+    assert f"has the same contents as {tmp_path / 'p'}, which is trained on" in reason("copy")
+    assert "the same id means different text" in reason("words")
+    assert "has 13 tokens, but a sample needs 257" in reason("short")
+    ensure_corpus(config(tmp_path, f"data.path={tmp_path / 'p'}", f"data.validation={tmp_path / 'short'}",
+                         "train.eval_interval=0"))  # fmt: skip
+    both = refused(ensure_corpus, config(tmp_path, f"data.path={tmp_path / 'x'}", f"data.validation={tmp_path / 'y'}"))
+    assert {problem.key for problem in both} == {"data.path", "data.validation"}
+    (tmp_path / "short.idx").rename(tmp_path / "short_document.idx")
+    assert f"did you mean data.validation={tmp_path / 'short_document'}?" in reason("short")
+    for data in (f"data.path={tmp_path / 'p'}", f"data.blend={{{tmp_path / 'p'}:1,{tmp_path / 'copy'}:1}}"):
+        found = refused(compose_run, ["recipe=tiny", data, f"data.validation={tmp_path}/./p"])
+        assert [(problem.key, problem.reason) for problem in found] == [("data.validation", "is trained on too")]
+    sidecar = json.loads(sidecar_path(tmp_path / "copy").read_text()) | {"max_token_id": 999}
+    sidecar_path(tmp_path / "copy").write_text(json.dumps(sidecar))
+    large = config(tmp_path, f"data.path={tmp_path / 'p'}", f"data.validation={tmp_path / 'copy'}")
+    assert f"{tmp_path / 'copy'}.bin" in problems(large)["model.vocab_size"]

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from canzona_cli.config.schema import DataConfig
 from canzona_cli.core.errors import ConfigError
+from canzona_cli.data.division import split_tokens
 from canzona_cli.data.indexed import PairWriter, bin_path, idx_path, inspect_pair
 from canzona_cli.data.tokenizers import TokenArray
 from tests.refusals import refused
@@ -85,7 +87,7 @@ def test_a_pair_megatron_wrote_is_understood(tmp_path: Path) -> None:
     assert (pair.tokens, pair.documents, pair.dtype, pair.scan_max_token_id()) == (4, 2, "int32", 70_000)
 
 
-def test_the_split_is_the_one_megatron_makes(tmp_path: Path) -> None:
+def test_the_split_of_the_last_documents_is_the_one_megatron_makes(tmp_path: Path) -> None:
     from megatron.core.datasets.blended_megatron_dataset_config import (
         convert_split_vector_to_split_matrix,
         parse_and_normalize_split,
@@ -96,7 +98,8 @@ def test_the_split_is_the_one_megatron_makes(tmp_path: Path) -> None:
         matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(f"{1 - share:.6f},{share:.6f},0"))
         begin, end = (matrix[1][0], matrix[1][1]) if matrix[1] else (1.0, 1.0)
         held_out = int(pair.lengths[round(begin * 137) : round(end * 137)].sum())
-        assert pair.split_tokens(share) == (pair.tokens - held_out, held_out), share
+        settings = DataConfig(source="prepared", validation_fraction=share)
+        assert split_tokens(pair, "tail", settings) == (pair.tokens - held_out, held_out), share
 
 
 @settings(max_examples=30, deadline=None)

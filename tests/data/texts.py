@@ -1,12 +1,27 @@
 """Small prepared data sets of documents with different lengths."""
 
+import hashlib
 import json
 import random
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
+from canzona_cli.data.indexed import inspect_pair
 from canzona_cli.data.prepare import PrepareRequest, prepare
 
 WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "one", "two", "three", "four")
+
+
+def drawn(prefix: Path, share: float) -> npt.NDArray[np.bool_]:
+    """Returns True for each document of 16-bit tokens, all of one sequence, that the rule holds out: the first 32 bits
+    of the SHA-256 of its tokens, as a little-endian number, are below this share of 2**32."""
+    tokens = prefix.with_suffix(".bin").read_bytes()
+    ends = [0, *(2 * int(end) for end in np.cumsum(inspect_pair(prefix).lengths))]
+    hashes = [hashlib.sha256(tokens[begin:end]).digest() for begin, end in pairwise(ends)]
+    return np.array([int.from_bytes(digest[:4], "little") < share * 2**32 for digest in hashes])
 
 
 def prepare_documents(

@@ -36,9 +36,9 @@ STEPS = 40
 
 
 def sets_in(folder: Path) -> None:
-    """Each of one letter, so that a batch tells which set it comes from."""
+    """Each of one letter, so that a batch tells which set it comes from, in documents of different lengths."""
     for letter in WEIGHTS:
-        (folder / letter).write_text((letter * 150 + "\n") * 300)
+        (folder / letter).write_text("".join(letter * length + "\n" for length in range(1, 301)))
         request = PrepareRequest(
             inputs=(str(folder / letter),), output=str(folder / "sets.1" / letter), document="line"
         )
@@ -142,7 +142,7 @@ def test_what_is_prepared_anew_in_the_same_place_is_what_the_next_run_reads(tmp_
     """Megatron finds its sample indices again by the path of the data."""
     found = []
     for lines in (300, 40):
-        (tmp_path / "in").write_text(("a" * 150 + "\n") * lines)
+        (tmp_path / "in").write_text("".join("a" * length + "\n" for length in range(100, 100 + lines)))
         request = PrepareRequest(
             inputs=(str(tmp_path / "in"),), output=str(tmp_path / "p"), document="line", overwrite=True
         )
@@ -163,7 +163,7 @@ def test_what_makes_no_blend_is_told_at_once(tmp_path: Path) -> None:
     dry = support.canzona("train", *arguments, "--dry-run", "--json")
     assert dry.returncode == 0, dry.stderr
     data = json.loads(dry.stdout)["data"]
-    assert [(one["name"], one["share"], one["tokens"]) for one in data] == [("a", 0.7, 45_300), ("b", 0.3, 45_300)]
+    assert [(one["name"], one["share"], one["tokens"]) for one in data] == [("a", 0.7, 45_450), ("b", 0.3, 45_450)]
     wanted = 200 * 512
     assert [one["epochs"] * one["train_tokens"] / wanted for one in data] == pytest.approx([0.7, 0.3])
     plan = support.canzona("plan", *arguments, "--dry-run", "-v")

@@ -10,18 +10,23 @@ import pytest
 from canzona_cli.checkpoint.commit import begin, finish, write_part
 from canzona_cli.checkpoint.manifest import Header, LossMemory, Progress, Shard
 from canzona_cli.config.compose import dump_resolved
-from canzona_cli.config.schema import CheckpointConfig, RunConfig
+from canzona_cli.config.schema import CheckpointConfig, DataConfig, RunConfig
 from canzona_cli.core.errors import CheckpointInvalid, ConfigError, Problem
 from canzona_cli.core.setup import AdamWConfig, CustomConfig, Layout
+from canzona_cli.data.corpus import ensure_corpus
+from canzona_cli.data.indexed import inspect_pair
 from canzona_cli.launch.resume import Resumption, choose_resumption
 from canzona_cli.launch.resumed_data import data_changes
 from canzona_cli.launch.run_dir import RunDirectory
 from canzona_cli.records import codec
-from canzona_cli.records.codec import JsonLines, load_if_valid
+from canzona_cli.records.codec import JsonLines, load_if_valid, record_dict
+from canzona_cli.records.corpus import DATA_FILE, DataPlan, read_corpus
 from canzona_cli.records.files import RunFiles, append_json_line, read_json, write_json_atomic
 from canzona_cli.records.records import ResumePoint, RunResult, RunStatus, ValidationLoss
+from canzona_cli.records.words import jsonable
 from tests.checkpoint.checkpoints import buffer
 from tests.cli.commands.support import canzona
+from tests.data.texts import drawn, prepare_documents
 from tests.faults.support import LAYOUT, run_config
 from tests.records.runs import with_tokens
 from tests.refusals import refused
@@ -41,8 +46,8 @@ def files_of(config: RunConfig) -> RunFiles:
     return RunFiles(Path(str(config.run.dir)))
 
 
-def save(config: RunConfig, step: int, *, losses: LossMemory = LossMemory()) -> Path:
-    """A checkpoint of one rank, as a run of this configuration writes it."""
+def save(config: RunConfig, step: int, *, losses: LossMemory = LossMemory(), data: object = None) -> Path:
+    """A checkpoint of one rank, as a run of this configuration writes it, with this data.json."""
     files = files_of(config)
     files.root.mkdir(parents=True, exist_ok=True)
     batch = LAYOUT.global_batch_size
@@ -58,6 +63,8 @@ def save(config: RunConfig, step: int, *, losses: LossMemory = LossMemory()) -> 
     partial = begin(files.checkpoints, step)
     write_part(partial, 0, Shard(tensors=NORM, scalars={}))
     texts = {"config.yaml": dump_resolved(config), "layout.json": json.dumps(asdict(LAYOUT))}
+    if data is not None:
+        texts[DATA_FILE] = json.dumps(data)
     return finish(partial, 1, header, texts, 5.0)
 
 
@@ -413,6 +420,33 @@ def test_a_dry_run_has_the_warnings_of_the_run(config: RunConfig) -> None:
     assert "continue from step 5" in said
     assert "2 epochs, the last by itself instead of 1 epoch" in said
     assert "optimizer.lr" in said
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_resumed_run_holds_out_the_documents_that_it_held_out_before(
+    config: RunConfig, tmp_path: Path, named: bool
+) -> None:
+    """A checkpoint that does not name a division is an earlier one, of a run that held out the last documents."""
+    prefix = prepare_documents(tmp_path, "a", documents=60, seed=0)
+    data = DataConfig(source="prepared", path=str(prefix), validation_fraction=0.25, cache_dir=str(tmp_path / "cache"))
+    config = replace(config, data=data)
+    train(config, steps=5)
+    content = jsonable(record_dict(DataPlan(corpus=ensure_corpus(config), samples=80)))
+    assert isinstance(content, dict)
+    if not named:
+        del content["corpus"]["sets"][0]["division"]
+    save(config, 5, data=content)
+    lengths = inspect_pair(prefix).lengths
+    held_out = int(lengths[drawn(prefix, 0.25) if named else slice(45, None)].sum())
+    done = canzona("resume", files_of(config).root, "--dry-run", "--json", code=0)
+    assert json.loads(done.stdout)["data"][0]["validation_tokens"] == held_out
+    run = files_of(config)
+    canzona("train", f"recipe={run.config}", f"run.dir={run.root}", "--prepare-only", code=0)
+    assert read_corpus(run).validation_tokens == held_out
+    again = canzona(
+        "train", "recipe=tiny", f"run.root={tmp_path}", f"data.path={prefix}", "--dry-run", "--json", code=0
+    )
+    assert json.loads(again.stdout)["data"][0]["division"] == "drawn", "a new run draws"
 
 
 def test_the_epochs_of_a_resumed_run_count_old_steps_at_their_own_batch(config: RunConfig) -> None:

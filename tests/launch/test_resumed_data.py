@@ -12,6 +12,7 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.config.resolve import resolve
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import ConfigError
+from canzona_cli.core.reading import parse
 from canzona_cli.core.setup import Layout
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.data.indexed import inspect_pair
@@ -19,8 +20,10 @@ from canzona_cli.data.order import Reads, count_reads, order_of
 from canzona_cli.data.sidecar import saved_tokenizer_path
 from canzona_cli.launch.resume import Resumption
 from canzona_cli.launch.resumed_data import check_tokenizer, data_changes, other_text
+from canzona_cli.records.codec import record_dict
 from canzona_cli.records.corpus import DataPlan
-from tests.data.texts import prepare_documents
+from canzona_cli.records.words import jsonable
+from tests.data.texts import drawn, prepare_documents
 
 LENGTH = 32
 STEP = 5
@@ -31,7 +34,9 @@ def run_of(folder: Path, *overrides: str) -> tuple[RunConfig, Layout]:
     small = (f"train.seq_length={LENGTH}", f"train.global_batch_size={BATCH}", "train.steps=10", "gpus=1")
     cache, data = f"data.cache_dir={folder / 'cache'}", f"data.path={folder / 'a'}"
     where = () if any(override.startswith(("data.path", "data.blend")) for override in overrides) else (data,)
-    composed = compose_run(["recipe=qwen3-tiny", *small, cache, "data.validation_fraction=0.25", *where, *overrides])
+    own_set = any(override.startswith("data.validation=") for override in overrides)
+    held_out = () if own_set else ("data.validation_fraction=0.25",)
+    composed = compose_run(["recipe=qwen3-tiny", *small, cache, *held_out, *where, *overrides])
     return resolve(composed.config)
 
 
@@ -97,6 +102,49 @@ def test_an_evaluation_says_of_text_that_it_is_not_the_runs(tmp_path: Path) -> N
     assert [*other_text(None, ensure_corpus(config))] == []
 
 
+def test_another_validation_set_leaves_the_order_and_one_in_place_of_held_out_documents_changes_it(
+    tmp_path: Path,
+) -> None:
+    for seed, name in enumerate(("a", "b", "c")):
+        prepare_documents(tmp_path, name, documents=60, seed=seed)
+    own, other = (f"data.validation={tmp_path / name}" for name in ("b", "c"))
+    found = saved_at_step_five(*run_of(tmp_path, own, "train.steps=20"))
+    for same in ((own,), (other,), (own, "train.eval_interval=0")):
+        assert changes(found, *run_of(tmp_path, *same, "train.steps=20")) == []
+    (said,) = changes(found, *run_of(tmp_path, "train.steps=20"))
+    assert said.startswith("data.validation=null, data.validation_fraction=0.25 changes the order of the data")
+    prepare_documents(tmp_path, "b", documents=60, seed=1, reverse=True)
+    (said,) = changes(found, *run_of(tmp_path, own, "train.steps=20"))
+    assert said.startswith(f"{tmp_path / 'b'} has other text than up to step 5: also ")
+    assert "Validation losses" in said
+    evaluated = ensure_corpus(run_of(tmp_path, f"data.path={tmp_path / 'b'}")[0])
+    (said,) = other_text(found.data, evaluated)
+    assert "has other text than when the checkpoint was saved" in said
+    prepare_documents(tmp_path, "b", documents=60, seed=1)
+    assert [*other_text(found.data, ensure_corpus(run_of(tmp_path, f"data.path={tmp_path / 'b'}")[0]))] == []
+
+
+def test_a_set_stays_divided_as_in_the_checkpoint(tmp_path: Path) -> None:
+    """Of the earlier ones, whose files do not name a division, the last documents were held out."""
+    prefix = prepare_documents(tmp_path, "a", documents=60, seed=0)
+    config, layout = run_of(tmp_path)
+    found = saved_at_step_five(config, layout)
+    assert found.data is not None
+    written = jsonable(record_dict(found.data))
+    assert isinstance(written, dict)
+    del written["corpus"]["sets"][0]["division"]
+    earlier = parse(DataPlan, written)
+    (last,) = ensure_corpus(config, saved=earlier).sets
+    assert last.train_tokens == inspect_pair(prefix).lengths[:45].sum()
+    (now,) = ensure_corpus(config, saved=found.data).sets
+    assert now.train_tokens == inspect_pair(prefix).lengths[~drawn(prefix, 0.25)].sum()
+    assert [part.division for part in (last, now)] == ["tail", "drawn"]
+    for path in tmp_path.glob("a.*"):
+        path.rename(tmp_path / f"moved{path.suffix}")
+    (moved,) = ensure_corpus(run_of(tmp_path, f"data.path={tmp_path / 'moved'}")[0], saved=earlier).sets
+    assert (moved.division, moved.train_tokens) == ("tail", last.train_tokens)
+
+
 def test_the_tokenizer_of_a_hugging_face_folder_is_that_of_the_data_too(tmp_path: Path) -> None:
     words = prepare_documents(tmp_path, "a", documents=60, seed=0, tokenizer="bpe")
     folder = tmp_path / "model"
@@ -123,8 +171,7 @@ def test_another_batch_is_priced_from_where_the_run_is(
     config, layout = run_of(tmp_path, *overrides)
     (said,) = changes(found, config, layout)
     assert said.startswith(f"{'train.steps=20, ' if steps == 20 else ''}train.global_batch_size={batch} changes")
-    pair = inspect_pair(prefix)
-    lengths = pair.lengths[: pair.split_at(0.25)]
+    lengths = inspect_pair(prefix).lengths[~drawn(prefix, 0.25)]
     needed, tokens = 40 + (steps - 5) * batch, int(lengths.sum())
     old, new = (order_of(tokens=tokens, samples=samples, seq_length=LENGTH, seed=1234) for samples in (80, needed))
     assert new.epochs == -(-(needed * LENGTH + 1) // tokens)

@@ -7,10 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import pytest
+import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 from canzona_cli.checkpoint.manifest import Progress
 from canzona_cli.config.compose import compose_run
@@ -18,12 +21,14 @@ from canzona_cli.config.resolve import resolve
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import ConfigError
 from canzona_cli.data.corpus import ensure_corpus
+from canzona_cli.data.indexed import inspect_pair
 from canzona_cli.records.corpus import DataPlan, PreparedCorpus
 from canzona_cli.training.data import Samples, build_datasets, build_validation, plan_data
 from tests.data.test_order import LENGTH, SEED, Ids
-from tests.data.texts import prepare_documents
+from tests.data.texts import drawn, prepare_documents
 
 BATCH = 8
+HELD_OUT = 0.25
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +44,9 @@ def run_of(folder: Path, *overrides: str) -> tuple[RunConfig, PreparedCorpus]:
     small = (f"train.seq_length={LENGTH}", f"train.global_batch_size={BATCH}", "train.steps=10", "gpus=1")
     cache, data = f"data.cache_dir={folder / 'cache'}", f"data.path={folder / 'a'}"
     where = () if any(override.startswith(("data.path", "data.blend")) for override in overrides) else (data,)
-    held_out = "data.validation_fraction=0.25"
-    composed = compose_run(["recipe=qwen3-tiny", *small, cache, held_out, *where, *overrides]).config
+    own_set = any(override.startswith("data.validation=") for override in overrides)
+    held_out = () if own_set else (f"data.validation_fraction={HELD_OUT}",)
+    composed = compose_run(["recipe=qwen3-tiny", *small, cache, *held_out, *where, *overrides]).config
     config, _ = resolve(composed)
     return config, ensure_corpus(config)
 
@@ -62,12 +68,21 @@ def size(samples: Samples) -> int:
     return len(samples)  # type: ignore[arg-type]
 
 
-def megatrons(folder: Path, names: str, shares: list[float] | None, samples: int, cache: Path) -> Samples:
+def megatrons(
+    folder: Path, names: str, shares: list[float] | None, samples: int, cache: Path, *, held_out: float = HELD_OUT
+) -> Samples:
+    """Builds the samples of the documents to train on as Megatron does for a pair of only these, which it writes."""
+    for name in names:
+        documents = IndexedDataset(str(folder / name))
+        builder = IndexedDatasetBuilder(str(cache / f"{name}.bin"), dtype=np.uint16)
+        for number in np.flatnonzero(~drawn(folder / name, held_out)):
+            builder.add_document(torch.from_numpy(documents[number].copy()), [len(documents[number])])
+        builder.finalize(str(cache / f"{name}.idx"))
     config = GPTDatasetConfig(
         random_seed=SEED,
         sequence_length=LENGTH,
-        blend=([str(folder / name) for name in names], shares),
-        split="75,25,0",
+        blend=([str(cache / name) for name in names], shares),
+        split="100,0,0",
         path_to_cache=str(cache),
         tokenizer=Ids(),
         reset_position_ids=False,
@@ -104,6 +119,24 @@ def test_a_validation_reads_the_same_held_out_samples_in_every_run(folder: Path)
     assert all(each == found[0] for each in found)
     held_out = {tuple(row) for row in found[0]}
     assert not held_out & {tuple(row) for row in tokens(training(folder, "train.eval_interval=0"), range(10 * BATCH))}
+
+
+@pytest.mark.parametrize(("names", "shares"), [("a", None), ("ab", [0.75, 0.25])])
+def test_with_a_validation_set_all_documents_are_trained_on_whatever_the_set(
+    folder: Path, tmp_path: Path, names: str, shares: list[float] | None
+) -> None:
+    data = () if shares is None else (blend(folder, 3, 1),)
+    expected = tokens(megatrons(folder, names, shares, 10 * BATCH, tmp_path, held_out=0.0), range(10 * BATCH))
+    for own_set in ("c", "d"):
+        prefix = prepare_documents(folder, own_set, documents=20, seed=ord(own_set))
+        for more in ((), ("train.eval_interval=0",)):
+            ours = training(folder, f"data.validation={prefix}", *data, *more)
+            assert tokens(ours, range(10 * BATCH)) == expected
+        config, corpus = run_of(folder, f"data.validation={prefix}", *data)
+        (part,) = build_validation(config, corpus, cache=folder / "indices")
+        assert (part.name, part.share, part.count) == (own_set, 1.0, (inspect_pair(prefix).tokens - 1) // LENGTH)
+        whole = megatrons(folder, own_set, None, part.count, tmp_path, held_out=0.0)
+        assert tokens(part.samples, range(part.count)) == tokens(whole, range(part.count))
 
 
 @pytest.mark.parametrize(("batch", "steps", "step"), [(4, 10, 5), (16, 10, 5), (2, 40, 20), (64, 22, 20), (8, 10, 5)])

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from canzona_cli.config.compose import Composed
     from canzona_cli.config.schema import RunConfig
     from canzona_cli.core.setup import Layout
-    from canzona_cli.records.corpus import PreparedCorpus
+    from canzona_cli.records.corpus import DataPlan, PreparedCorpus
 
 
 def show(content: "Mapping[str, object] | RenderableType") -> None:
@@ -65,7 +65,12 @@ def warn_about(composed: "Composed", *notes: str, training: bool = True, printed
 
 
 def check_inputs(
-    config: "RunConfig", layout: "Layout", *, samples: int | None = None, printed: set[str] | None = None
+    config: "RunConfig",
+    layout: "Layout",
+    *,
+    samples: int | None = None,
+    saved: "DataPlan | None" = None,
+    printed: set[str] | None = None,
 ) -> "PreparedCorpus | None":
     """Checks a run's data before training and prints warnings about it. Returns the corpus; None for the
     standard library's sources, of which only the file of a tokenizer that is not built in is checked.
@@ -74,6 +79,7 @@ def check_inputs(
 
     Args:
         samples: the number of samples of a resumed run; None for a run that starts at its first step.
+        saved: the data of the checkpoint that the run starts from; None without one.
         printed: the warnings that have already been printed.
 
     Raises:
@@ -86,7 +92,7 @@ def check_inputs(
     if config.data.source != "stdlib" or config.data.tokenizer not in ("byte", "bpe"):
         from canzona_cli.data.corpus import check_data  # imports numpy
 
-        corpus = check_data(config, announce)
+        corpus = check_data(config, announce, saved=saved)
     warn(data_warnings(config, layout, corpus, samples=samples), printed)
     if isinstance(config.optimizer, CustomConfig) and not config.optimizer.built_in:
         source = config.optimizer.source

@@ -150,11 +150,12 @@ class _Job:
 def _show_dry_run(job: _Job, present: Callable[[DryRun], None], *, show_config: bool) -> None:
     """Checks a run as far as this machine can, and prints it; starts nothing, and writes only caches."""
     config, layout = job.config, job.layout
-    samples = None
+    samples = saved = None
     with suppress(CanzonaError):  # reported below, after everything else has been shown
         resumption = choose_resumption(config, layout)
         samples = None if resumption is None else resumption.samples_needed(config, layout)
-    corpus = check_inputs(config, layout, samples=samples, printed=job.printed)
+        saved = None if resumption is None else resumption.data
+    corpus = check_inputs(config, layout, samples=samples, saved=saved, printed=job.printed)
     run_dir = Path(config.run.dir or f"{config.run.root}/{config.name}-{RUN_DIR_TIME}").absolute()
     present(_describe(job, corpus, run_dir, show_config=show_config, samples=samples))
     if preflight.needs_gpu_machine(config):
@@ -188,7 +189,7 @@ def _prepare_only(job: _Job, present: Callable[[DryRun], None], *, show_config: 
     config, layout = job.config, job.layout
     check_free(config, resumes=True)
     checkpoint = choose_resumption(config, layout)
-    corpus = ensure_corpus(config, announce)
+    corpus = ensure_corpus(config, announce, saved=None if checkpoint is None else checkpoint.data)
     _check_tokenizer(checkpoint, config, corpus)
     run = RunDirectory.create(config, resumes=True)
     _import_weights(config, run)
@@ -247,7 +248,7 @@ def _launch(
     console.quiet = node_rank > 0  # node 0 shows the run; all nodes often write to the same file
     first_view = make_view(config, layout, console, short=job.quiet_name)
     with _show_progress(first_view, requests) as on_progress:
-        corpus = ensure_corpus(config, on_progress)
+        corpus = ensure_corpus(config, on_progress, saved=None if checkpoint is None else checkpoint.data)
         _check_tokenizer(checkpoint, config, corpus)
         if node_rank == 0:
             run = RunDirectory.create(config, resumes=True)

@@ -130,6 +130,9 @@ def print_data(shown: DataView, *, verbose: bool) -> None:
     else:
         facts = f"{pair.tokens:,}, {pair.dtype}; prepared by another tool, so the tokenizer is not known"
         _print_rows(console, [("documents", f"{pair.documents:,}"), ("tokens", facts)])
+    if (held_out := shown.held_out) is not None:
+        drawn = f"{plural(held_out.documents, 'document')}, {held_out.tokens:,} tokens"
+        _print_rows(console, [("held out", f"{drawn}, with data.validation_fraction={held_out.share:g}")])
     spread = f"{lengths.least:,} to {lengths.most:,}, median {lengths.median:,}, mean {lengths.mean:,.0f}"
     _print_rows(console, [("lengths", f"{spread}, 90% up to {lengths.p90:,} tokens")])
     _print_rows(console, [("unknown", text) for text in unknown])
@@ -163,6 +166,7 @@ def data_content(shown: DataView) -> dict[str, object]:
         "documents": shown.pair.documents,
         "tokenizer": None if shown.sidecar is None else shown.sidecar.tokenizer,
         "lengths": asdict(shown.lengths),
+        "held_out": None if shown.held_out is None else asdict(shown.held_out),
         "unknown": None if shown.unknown is None else asdict(shown.unknown),
         "shown": [asdict(document) for document in shown.documents],
         "sequence": shown.sequence,

@@ -75,18 +75,22 @@ def describe_precision(config: RunConfig) -> str:
 
 def describe_data(config: RunConfig, corpus: PreparedCorpus | None) -> str:
     """Describes the data: `Python standard library, byte tokenizer, 12.3 M tokens, 1,204 documents`. Without
-    a corpus, the counts are missing, and so is the tokenizer unless the data is the built-in corpus."""
+    a corpus, the counts are missing, and so is the tokenizer unless the data is the built-in corpus. A validation set
+    of its own comes last."""
     source = "Python standard library" if config.data.source == "stdlib" else (config.data.path or "prepared")
     if corpus is not None and len(corpus.sets) > 1:
         source = " + ".join(f"{part.share:.1%} {part.name} ({count(part.tokens)} tokens)" for part in corpus.sets)
     elif config.data.blend:
         source = " + ".join(f"{weight:g} {path}" for path, weight in config.data.blend.items())
+    own_set = f"; validated on {config.data.validation_set}" if config.data.validation_set else ""
     if corpus is not None:
         amount = f"{count(corpus.tokens)} tokens, {plural(corpus.documents, 'document')}"
-        return f"{source}, {corpus.tokenizer} tokenizer, {amount}"
+        if corpus.validation is not None:
+            own_set += f", {count(corpus.validation.tokens)} tokens"
+        return f"{source}, {corpus.tokenizer} tokenizer, {amount}{own_set}"
     if config.data.source == "stdlib":
         return f"{source}, {config.data.tokenizer} tokenizer; prepared when a run first needs it"
-    return source  # the tokenizer is a fact of the prepared data, not of the configuration
+    return source + own_set  # the tokenizer is a fact of the prepared data, not of the configuration
 
 
 def outlook_rows(config: RunConfig, outlook: Outlook) -> Iterator[tuple[str, str]]:

@@ -125,6 +125,7 @@ class DryRun(Page):
             "outlook": asdict(self.outlook),
             "fast_paths": asdict(self.fast_paths),
             "data": self._sets(),
+            "validation": self._validation_set(),
             "nodes": node_count(self.config),
             "ranks_per_node": ranks_per_node(self.config),
             "environment": dict(self.command.environment),
@@ -141,6 +142,11 @@ class DryRun(Page):
             {**asdict(part), "prefix": str(part.prefix), "epochs": epochs.get(part.name, tokens.epochs)}
             for part in corpus.sets
         ]
+
+    def _validation_set(self) -> dict[str, object] | None:
+        """Returns the set of `data.validation`; None if the run validates on documents of its data."""
+        part = None if self.corpus is None else self.corpus.validation
+        return None if part is None else {**asdict(part), "prefix": str(part.prefix)}
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         routed = self.config_yaml is not None

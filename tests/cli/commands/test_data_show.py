@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.data.indexed import inspect_pair
-from canzona_cli.data.view import view
+from canzona_cli.data.view import HeldOut, view
 from tests.cli.commands.support import canzona
+from tests.data.texts import drawn
 
 LINES = ["a short line", "a line of some more words than the one before", "über\x1b[2J", *(["x"] * 5)]
 
@@ -37,6 +38,12 @@ def test_documents_lengths_and_a_sequence_are_those_of_the_text(prefix: Path) ->
         assert documents == sum(least < size <= most for size in sizes)
     assert shown.sequence == f"{texts[0]}\n[end of document]\n{texts[1][:17]}"
     assert shown.sequence_documents == 2
+    held_out = drawn(prefix, 0.02)
+    if not held_out.any():  # the one with the least hash
+        held_out = drawn(prefix, min(share / 100 for share in range(101) if drawn(prefix, share / 100).any()))
+    assert shown.held_out == HeldOut(
+        share=0.02, documents=int(held_out.sum()), tokens=int(inspect_pair(prefix).lengths[held_out].sum())
+    )
 
 
 @pytest.mark.parametrize(("seq_length", "documents"), [(12, 1), (13, 1), (14, 2), (1000, len(LINES))])

@@ -17,6 +17,7 @@ from canzona_cli.core.planner.plan_file import read_plan
 from canzona_cli.records.files import RunFiles
 from canzona_cli.records.records import load_timelines
 from tests.cli.commands.support import canzona, canzona_process, importable
+from tests.data.texts import prepare_documents
 from tests.training.trackers.test_follow import of_tensorboard
 
 RUN = ("recipe=tiny", "gpus=2", "parallel.tp=2", "optimizer=custom", "optimizer.source=sign.py:Sign")
@@ -183,6 +184,26 @@ def test_any_checkpoint_is_evaluated_on_all_of_other_data_in_another_layout(trai
     assert size - 33 * 8 <= found["text_bytes"] <= size
     assert found["epochs"] == pytest.approx(1, abs=0.03)
     assert 0 < found["loss"] < 2 * math.log(257)
+
+
+@pytest.mark.sweep  # a run and two evaluations
+def test_a_validation_set_of_its_own_is_what_the_run_and_its_evaluation_read(tmp_path: Path) -> None:
+    for seed, name in enumerate(("a", "own", "other")):
+        prepare_documents(tmp_path, name, documents=90, seed=seed)
+    asked = ("recipe=tiny", "gpus=1", *SMALL, "train.steps=2", "train.eval_interval=2", "run.dir=run")
+    done = canzona("train", *asked, "data.path=a", "data.validation=own", cwd=tmp_path, code=0)
+    assert "; validated on own" in " ".join(done.stdout.split())
+    validations = [json.loads(line) for line in (tmp_path / "run" / "validation.jsonl").read_text().splitlines()]
+    done = canzona("eval", "run", "--json", cwd=tmp_path, code=0)
+    assert "own validation" not in done.stderr
+    found = json.loads(done.stdout)
+    assert (found["loss"], found["documents"], found["data"]) == (validations[-1]["loss"], "all", str(tmp_path / "own"))
+    done = canzona("eval", "run", "data.validation=other", "--json", cwd=tmp_path, code=0)
+    assert "other is none of the run's data" in " ".join(done.stderr.split())
+    other = json.loads(done.stdout)
+    assert other["data"] == str(tmp_path / "other")
+    assert other["loss"] != found["loss"]
+    assert "data.validation = a" in canzona("eval", "run", "data.validation=a", cwd=tmp_path, code=2).stderr
 
 
 @pytest.mark.parametrize(
