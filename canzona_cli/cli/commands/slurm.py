@@ -39,7 +39,9 @@ Sbatch = Annotated[
     list[str] | None,
     Option(metavar="OPTION", help="An additional sbatch option: '--constraint=h100'; may be repeated."),
 ]
-Needs = Annotated[bool, Option("--needs", help="Only print the number of nodes and of GPUs per node.")]
+Needs = Annotated[
+    bool, Option("--needs", help="Only print the nodes, the GPUs per node, and the folder for notes of failures.")
+]
 
 
 def slurm(
@@ -67,7 +69,7 @@ def slurm(
     checkpoint, requeues itself and resumes from this checkpoint.
     """
     from canzona_cli.core.planner.plan_file import obtain_plan
-    from canzona_cli.launch.slurm_job import JobOptions, nodes_and_gpus
+    from canzona_cli.launch.slurm_job import JobOptions, needed
 
     options = JobOptions(
         job_name=job_name,
@@ -84,7 +86,7 @@ def slurm(
     arguments = [*(overrides or []), *([f"cluster.nodes={nodes}"] if nodes else [])]
     config, layout, options = _resolve(arguments, options, recipes_dir or [], sweep=sweep)
     if needs:
-        typer.echo(nodes_and_gpus(config))
+        typer.echo(needed(config))
         return
     obtain_plan(config.setup, layout)  # refuses the run if it cannot be planned
     check_inputs(config, layout)
