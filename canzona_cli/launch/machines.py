@@ -174,11 +174,22 @@ class Machines:
             time.sleep(_POLL_S)
         return verdict_of({self.node_rank: outcome}, [self._gone_outcome(0)])
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all machines, by node rank, once they have met."""
+        if self._nodes == 1:
+            return (machine_name(),)
+        return tuple(self._name(rank) or f"machine {rank}" for rank in range(self._nodes))
+
+    def _name(self, node_rank: int) -> str | None:
+        name = (read_json(self._arrival_file(node_rank)) or {}).get("host")
+        return None if name is None else str(name)
+
     def _gone_outcome(self, node_rank: int) -> Outcome:
-        host = (read_json(self._arrival_file(node_rank)) or {}).get("host")
+        host = self._name(node_rank)
         name = f"machine {node_rank}" + (f" ({host})" if host else "")
         gone = failed_outcome(f"{name} is gone: its launcher exited without reporting")
-        return replace(gone, machine=None if host is None else str(host), log=self._files.agent_log(node_rank))
+        return replace(gone, machine=host, log=self._files.agent_log(node_rank))
 
     def _outcomes(self) -> dict[int, Outcome]:
         """Reads the outcomes of the machines that have ended, by node rank. The machine that ended first, by

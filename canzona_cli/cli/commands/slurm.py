@@ -69,6 +69,7 @@ def slurm(
     checkpoint, requeues itself and resumes from this checkpoint.
     """
     from canzona_cli.core.planner.plan_file import obtain_plan
+    from canzona_cli.launch.containers import container_problems
     from canzona_cli.launch.slurm_job import JobOptions, needed
 
     options = JobOptions(
@@ -88,6 +89,7 @@ def slurm(
     if needs:
         typer.echo(needed(config))
         return
+    refuse(container_problems(config))
     obtain_plan(config.setup, layout)  # refuses the run if it cannot be planned
     check_inputs(config, layout)
     arguments += ["--sweep"] if sweep else []

@@ -26,7 +26,7 @@ from canzona_cli.config.compose import dump_resolved
 from canzona_cli.config.resolve import resolve
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.sharing import mode_warnings
-from canzona_cli.core.errors import CanzonaError, ExitCode
+from canzona_cli.core.errors import CanzonaError, ExitCode, refuse
 from canzona_cli.core.model.matrices import routing
 from canzona_cli.core.planner.memory import memory_of
 from canzona_cli.core.planner.plan_file import ObtainedPlan, obtain_plan
@@ -38,6 +38,7 @@ from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.launch import preflight, torchrun
 from canzona_cli.launch.alert import alert
 from canzona_cli.launch.card import card_of, judge
+from canzona_cli.launch.containers import container_problems
 from canzona_cli.launch.machines import Machines
 from canzona_cli.launch.outcome import Outcome, failed_outcome
 from canzona_cli.launch.processes import run_trackers
@@ -156,6 +157,7 @@ class _Job:
 def _show_dry_run(job: _Job, present: Callable[[DryRun], None], *, show_config: bool) -> None:
     """Checks a run as far as this machine can, and prints it; starts nothing, and writes only caches."""
     config, layout = job.config, job.layout
+    refuse(container_problems(config))
     samples = None
     with suppress(CanzonaError):  # reported below, after everything else has been shown
         resumption = choose_resumption(config, layout)
