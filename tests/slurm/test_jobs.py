@@ -99,7 +99,7 @@ def test_links_are_checked_in_the_job_before_its_first_step(
     slurm: Slurm, here: Path, environment: dict[str, str]
 ) -> None:
     checked = environment | {"CANZONA_CHECK_LINKS": "1"}
-    job_id = submit(slurm, here, checked, *SMALL, "train.steps=1", "checkpoint.at_end=false")
+    job_id = submit(slurm, here, checked, *SMALL, "--time=20", "train.steps=1", "checkpoint.at_end=false")
     log = Path(slurm.wait_for(job_id, "COMPLETED")["StdOut"]).read_text()
     check, trained = log.index("all-reduce over 2 ranks on n1, n2\n"), log.index("done, 1 steps")
     assert check < trained

@@ -33,7 +33,9 @@ JobName = Annotated[str | None, Option(metavar="NAME", help="Name of the job. [d
 CpusPerTask = Annotated[
     int | None, Option(metavar="N", help="Share nodes: request N cores on each instead of exclusive nodes.")
 ]
-Requeues = Annotated[int, Option(metavar="N", help="How many times a preempted job may be requeued.")]
+Requeues = Annotated[
+    int, Option(metavar="N", help="How many times the job may be requeued, at most 3 of them after failures.")
+]
 SignalBefore = Annotated[int, Option(metavar="S", help="Save and requeue this many seconds before the time limit.")]
 Sbatch = Annotated[
     list[str] | None,
@@ -66,7 +68,8 @@ def slurm(
     """Print a run's sbatch script, or submit it.
 
     The script is scripts/train.sbatch, filled in. A job that is preempted or close to its time limit saves a
-    checkpoint, requeues itself and resumes from this checkpoint.
+    checkpoint, requeues itself and resumes from this checkpoint. After a crash or a hang it is requeued too, without
+    the machine that failed.
     """
     from canzona_cli.core.planner.plan_file import obtain_plan
     from canzona_cli.launch.containers import container_problems
