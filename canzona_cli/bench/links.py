@@ -1,4 +1,4 @@
-"""`canzona doctor --links`: times all-reduces over all machines of a run in less than a minute, compares them with the
+"""`canzona doctor --links`: times all-reduces over all machines of a run in about a minute, compares them with the
 run's cluster profile, and names machines that are slower than the others. Does not import torch."""
 
 import shutil

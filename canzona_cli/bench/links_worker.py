@@ -16,7 +16,8 @@ SLOW_IMPORTS = IMPORTED_BY_ALL
 _BUDGET_S = 1.0
 """The seconds for each size of all-reduces over all ranks."""
 _REPETITIONS = 5
-_CPU_SIZES, _GPU_SIZES = (64 << 10, 8 << 20), (1 << 20, 128 << 20, 1 << 30)
+_CPU_SIZES, _GPU_SIZES = (64 << 10, 8 << 20), (1 << 20, 16 << 20, 128 << 20)
+"""The bytes of the all-reduces. Larger ones would take minutes on links so slow that the check should find them."""
 
 
 def time_links(files: RunFiles, record: RankRecord, rank: int) -> Ending:
@@ -41,7 +42,6 @@ def time_links(files: RunFiles, record: RankRecord, rank: int) -> Ending:
         record.step += 1
         seconds = measure(members, "all_reduce", KINDS["all_reduce"], size, _BUDGET_S, nowhere)
         times.append(LinkTime(machines=(*range(machines),), ranks=team.size, bytes=size, seconds=seconds))
-    size = sizes[-2]
     for groups in rounds(machines, per_machine):
         record.step += 1
         ranks = [[node * per_machine + local for node in group for local in range(per_machine)] for group in groups]

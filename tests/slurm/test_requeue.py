@@ -121,7 +121,11 @@ def test_after_a_failure_a_job_continues_without_the_machine(
 @pytest.mark.parametrize(
     ("notes", "restarts", "said"),
     [
-        (["n1", "n2", "n3", ""], 3, "has failed 4 times and is not requeued; its checkpoints are kept"),
+        (
+            ["n1", "n2", "n3", ""],
+            3,
+            "is not requeued after failure 4 (at most 3); it ends, and its checkpoints are kept",
+        ),
         (["", "preempted", "", "over"], 3, "requeueing after a failure (2 of 3)"),
         (["elsewhere", "over"], 1, "requeueing after a failure on elsewhere (1 of 3)"),
     ],

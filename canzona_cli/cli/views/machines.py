@@ -16,6 +16,8 @@ from canzona_cli.launch.doctor import Diagnosis, Finding, Status
 from canzona_cli.records.words import milliseconds, plural, size
 
 VERSION = 1
+_NAMED = 8
+"""The largest number of machines that are all named."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +161,8 @@ class LinksView(Page):
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         check = self.check
-        yield paragraph(f"all-reduce over {plural(check.overall[0].ranks, 'rank')} on {', '.join(check.names)}", "bold")
+        where = ", ".join(check.names) if len(check.names) <= _NAMED else plural(len(check.names), "machine")
+        yield paragraph(f"all-reduce over {plural(check.overall[0].ranks, 'rank')} on {where}", "bold")
         table = Table("bytes")
         table.add_numbers("ms", "GB/s", "profile", "of the profile")
         for time in check.overall:
