@@ -23,6 +23,11 @@ def clock_name() -> str:
         return socket.gethostname()
 
 
+def machine_name() -> str:
+    """Returns the name of this machine: Slurm's name in a Slurm step, else the host name."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
 def tool_output(tool: str, *arguments: str, timeout_s: float = 5.0) -> str | None:
     """Runs a command-line tool and returns its standard output; None if it is missing, fails or exceeds
     `timeout_s`."""

@@ -8,7 +8,6 @@ arrived, the reply of machine 0, a file for each machine whose workers have ende
 
 import secrets
 import shutil
-import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from canzona_cli.core.errors import EnvironmentProblem, ExitCode, Problem
+from canzona_cli.core.host import machine_name
 from canzona_cli.launch.outcome import Outcome, failed_outcome
 from canzona_cli.records.codec import load_if_valid, save
 from canzona_cli.records.files import RunFiles, read_json, write_json_atomic
@@ -82,7 +82,7 @@ class Machines:
                 say(f"waiting for machine {missing} of {self._nodes}")
             time.sleep(_POLL_S)
         tokens = {str(rank): (read_json(self._arrival_file(rank)) or {}).get("token") for rank in others}
-        write_json_atomic(self._folder / "meeting.json", {"endpoint": endpoint, "tokens": tokens})
+        write_json_atomic(self._arrival_file(0), {"endpoint": endpoint, "tokens": tokens, "host": machine_name()})
 
     def arrive(self, *, patience_s: float = MEETING_PATIENCE_S) -> str:
         """Announces this machine and waits until machine 0 has seen it; returns the rendezvous endpoint.
@@ -100,8 +100,8 @@ class Machines:
         while time.monotonic() < deadline:
             if self._folder.is_dir() and not arrival.exists():
                 with suppress(OSError):  # machine 0 may be clearing the folder
-                    write_json_atomic(arrival, {"token": token, "host": socket.gethostname()})
-            meeting = read_json(self._folder / "meeting.json") or {}
+                    write_json_atomic(arrival, {"token": token, "host": machine_name()})
+            meeting = read_json(self._arrival_file(0)) or {}
             tokens = meeting.get("tokens")
             if isinstance(tokens, dict) and tokens.get(str(self.node_rank)) == token:
                 return str(meeting["endpoint"])
@@ -174,11 +174,22 @@ class Machines:
             time.sleep(_POLL_S)
         return verdict_of({self.node_rank: outcome}, [self._gone_outcome(0)])
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all machines, by node rank, once they have met."""
+        if self._nodes == 1:
+            return (machine_name(),)
+        return tuple(self._name(rank) or f"machine {rank}" for rank in range(self._nodes))
+
+    def _name(self, node_rank: int) -> str | None:
+        name = (read_json(self._arrival_file(node_rank)) or {}).get("host")
+        return None if name is None else str(name)
+
     def _gone_outcome(self, node_rank: int) -> Outcome:
-        host = (read_json(self._arrival_file(node_rank)) or {}).get("host")
+        host = self._name(node_rank)
         name = f"machine {node_rank}" + (f" ({host})" if host else "")
         gone = failed_outcome(f"{name} is gone: its launcher exited without reporting")
-        return replace(gone, log=self._files.agent_log(node_rank))
+        return replace(gone, machine=host, log=self._files.agent_log(node_rank))
 
     def _outcomes(self) -> dict[int, Outcome]:
         """Reads the outcomes of the machines that have ended, by node rank. The machine that ended first, by
@@ -195,7 +206,7 @@ class Machines:
         return self._folder / f"ended-{node_rank}.json"
 
     def _arrival_file(self, node_rank: int) -> Path:
-        return self._folder / f"arrived-{node_rank}.json"
+        return self._folder / (f"arrived-{node_rank}.json" if node_rank else "meeting.json")
 
 
 def verdict_of(ended: dict[int, Outcome], gone: list[Outcome]) -> Outcome:

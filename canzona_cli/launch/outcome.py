@@ -25,6 +25,7 @@ from canzona_cli.core.errors import (
     SaveFailed,
     WorkerCrashed,
 )
+from canzona_cli.core.host import machine_name
 from canzona_cli.records.files import RunFiles
 from canzona_cli.records.records import FAILURES, RankError, RankResult, RunResult, read_rank
 from canzona_cli.records.watchdog import MARK
@@ -146,7 +147,8 @@ class Workers:
 
     def failure(self, message: str, *, rank: int | None = None, exit_code: int = ExitCode.CRASH) -> Outcome:
         """Returns the outcome for a failed rank or, if `rank` is None, for a failure of torchrun."""
-        return replace(failed_outcome(message.strip(), exit_code), rank=rank, log=self.log(rank))
+        outcome = failed_outcome(message.strip(), exit_code)
+        return replace(outcome, rank=rank, machine=machine_name(), log=self.log(rank))
 
 
 def judge(workers: Workers, *, stopping: bool) -> Outcome:

@@ -35,6 +35,18 @@ _POLL_S = 0.2
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
+def may_be_the_machine(outcome: Outcome) -> bool:
+    """Returns True for crashes and hangs, which a machine may have caused. A user's mistake or a divergence would
+    happen again."""
+    return outcome.status == "failed" and outcome.exit_code in (ExitCode.CRASH, ExitCode.HANG)
+
+
+def signature(outcome: Outcome) -> tuple[int, int, str]:
+    """Returns the step, the exit code and the message of a failure, without the message's numbers, such as times and
+    addresses. Failures with the same signature probably have the same cause."""
+    return outcome.step, outcome.exit_code, _NUMBER.sub("#", outcome.message)
+
+
 @dataclass
 class Restarts:
     """The restarts of one launch. Machine 0 decides on them; the other machines follow."""
@@ -56,14 +68,12 @@ class Restarts:
         """Returns the outcome with the wait before a restart, or with the reason why the run is not
         restarted.
 
-        Only crashes and hangs lead to a restart, because a machine may have caused them. A user's mistake or
-        a divergence would happen again. A failure that has happened twice at the same step, with messages
-        that differ at most in numbers such as times and addresses, would probably happen again as well. Other
-        outcomes are returned unchanged.
+        A failure that has happened twice in the same way (`signature`) would probably happen again. Outcomes that
+        no machine can have caused are returned unchanged.
         """
-        if self.most == 0 or outcome.status != "failed" or outcome.exit_code not in (ExitCode.CRASH, ExitCode.HANG):
+        if self.most == 0 or not may_be_the_machine(outcome):
             return outcome
-        failure = (outcome.step, outcome.exit_code, _NUMBER.sub("#", outcome.message))
+        failure = signature(outcome)
         self._stuck = 0 if outcome.step > self._furthest else self._stuck + 1
         self._furthest = max(self._furthest, outcome.step)
         if failure in self._failures:
@@ -169,7 +179,8 @@ def resume_hint(
     if outcome.status == "diverged":
         words += ", with the change suggested above"
     if current_step(environment) is not None:
-        words += ", unless Slurm queues this job again" if outcome.status == "preempted" else ""
+        requeued = outcome.status == "preempted" or may_be_the_machine(outcome)
+        words += ", unless Slurm queues this job again" if requeued else ""
     elif node_count(config) > 1:
         words += ", on every machine with its own cluster.node_rank"
     return f"{words}: {outcome.go_on}"

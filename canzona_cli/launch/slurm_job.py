@@ -132,10 +132,12 @@ class SubmittedJob:
     array: bool = False
 
 
-def nodes_and_gpus(config: RunConfig) -> str:
-    """Returns two numbers that the job script reads: the nodes of the run, and the GPUs on each node (0 for
-    CPU ranks)."""
-    return f"{node_count(config)} {ranks_per_node(config) if config.cluster.device == 'cuda' else 0}"
+def needed(config: RunConfig) -> str:
+    """Returns what the job script reads: the number of nodes, of GPUs on each node (0 for CPU ranks), and the folder
+    for notes of failures (`canzona_cli.launch.requeue`), which every machine and container of the run sees."""
+    gpus = ranks_per_node(config) if config.cluster.device == "cuda" else 0
+    folder = Path(config.run.dir or f"{config.run.root}/slurm").absolute()
+    return f"{node_count(config)} {gpus} {folder}"
 
 
 def template_text() -> str:
@@ -241,7 +243,7 @@ def render(config: RunConfig, options: JobOptions, arguments: Sequence[str] | Pa
         ("requeues=${CANZONA_REQUEUES:-20}", f"requeues={options.requeues}"),
         ("srun_args=()", f"srun_args=({_quoted(cluster.srun_args)})"),
         (_EXAMPLE, _setup_lines(cluster.setup)),
-        ('needed=$("${canzona[@]}" slurm --needs "${overrides[@]}") || exit', f'needed="{nodes_and_gpus(config)}"'),
+        ('needed=$("${canzona[@]}" slurm --needs "${overrides[@]}") || exit', f"needed={quote(needed(config))}"),
     ):
         assert text.count(f"\n{line}\n") == 1, line
         text = text.replace(f"\n{line}\n", f"\n{replacement}\n")

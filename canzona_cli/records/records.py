@@ -84,6 +84,8 @@ class RunResult:
     message: str = ""
     rank: int | None = None
     """The rank that failed first."""
+    machine: str | None = None
+    """The name of the machine of that rank, or of the launcher that failed."""
     log: Path | None = None
     """The log of that rank."""
     last_good: str | None = None

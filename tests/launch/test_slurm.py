@@ -234,7 +234,7 @@ def test_overrides_reach_bash_as_they_are_and_never_the_directives(overrides: li
 def test_a_filled_in_script_takes_no_arguments_and_needs_no_canzona_on_the_host() -> None:
     script = render(two_nodes(), JobOptions(), ["recipe=x"])
     assert "sbatch scripts/train.sbatch" not in script
-    assert '\nneeded="2 0"\n' in script
+    assert f"\nneeded='2 0 {Path.cwd()}/runs/slurm'\n" in script
     done = subprocess.run(["bash", "-s", "gpus=8"], input=script, text=True, capture_output=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert "takes no arguments: gpus=8" in done.stderr

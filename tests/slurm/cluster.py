@@ -1,4 +1,4 @@
-"""A real Slurm of two nodes on this machine: own daemons, own configuration, own munge key, gone when the tests are.
+"""A real Slurm of three nodes on this machine: own daemons, own configuration, own munge key, gone when the tests are.
 
 Needs Debian's packages slurm-wlm and munge (`make test-slurm` installs them where it may) and root, because slurmd
 starts jobs as their users. Nothing of an installed Slurm is read or changed: every file lies in one temporary folder,
@@ -20,7 +20,7 @@ from pathlib import Path
 from tests.waiting import PATIENCE_S
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
-NODES = ("n1", "n2")
+NODES = ("n1", "n2", "n3")
 _END_STATES = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
 
 _CONF = """\
@@ -52,7 +52,8 @@ ReturnToService=2
 KillWait=10
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMemory=4000 Features=fast
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=4000
-PartitionName=main Nodes=n1,n2 Default=YES MaxTime=60 DefaultTime=10 State=UP
+NodeName=n3 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[3]} CPUs=2 RealMemory=4000
+PartitionName=main Nodes=n1,n2,n3 Default=YES MaxTime=60 DefaultTime=10 State=UP
 PartitionName=other Nodes=n1,n2 MaxTime=60 DefaultTime=10 State=UP
 """
 
@@ -124,12 +125,12 @@ def missing() -> str | None:
 
 @contextmanager
 def running(root: Path) -> Iterator[Slurm]:
-    """Start munged, slurmctld and two slurmd; stop them and their jobs whatever happens.
+    """Start munged, slurmctld and three slurmd; stop them and their jobs whatever happens.
 
     Args:
         root: an empty folder.
     """
-    ports = _free_ports(3)
+    ports = _free_ports(4)
     for name in ("munge", "state", "log"):
         (root / name).mkdir()
     for folder in (root, *root.parents):  # munge's clients refuse sockets below folders they cannot see into
@@ -165,7 +166,7 @@ def running(root: Path) -> Iterator[Slurm]:
                 )
             if number == 0:
                 _wait(lambda: (munge / "socket").exists(), "munged", root)
-        _wait(lambda: _idle(slurm), "two idle nodes", root)
+        _wait(lambda: _idle(slurm), "three idle nodes", root)
         yield slurm
     finally:
         if len(daemons) == len(commands) and all(daemon.poll() is None for daemon in daemons):
@@ -187,7 +188,7 @@ def _die_with_the_tests() -> None:
 
 
 def _idle(slurm: Slurm) -> bool:
-    done = slurm.command("sinfo", "--noheader", "--format=%D %t")
+    done = slurm.command("sinfo", "--noheader", "--partition=main", "--format=%D %t")
     return done.stdout.split() == [str(len(NODES)), "idle"]
 
 

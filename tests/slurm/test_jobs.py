@@ -95,6 +95,35 @@ def test_a_job_with_a_container_and_set_up_lines_trains(slurm: Slurm, here: Path
     assert (read_json(RunFiles(here / "runs" / f"qwen3-tiny-{job_id}").result) or {})["status"] == "done"
 
 
+def test_links_are_checked_in_the_job_before_its_first_step(
+    slurm: Slurm, here: Path, environment: dict[str, str]
+) -> None:
+    checked = environment | {"CANZONA_CHECK_LINKS": "1"}
+    job_id = submit(slurm, here, checked, *SMALL, "--time=20", "train.steps=1", "checkpoint.at_end=false")
+    log = Path(slurm.wait_for(job_id, "COMPLETED")["StdOut"]).read_text()
+    check, trained = log.index("all-reduce over 2 ranks on n1, n2\n"), log.index("done, 1 steps")
+    assert check < trained
+    assert (read_json(RunFiles(here / "runs" / f"qwen3-tiny-{job_id}").result) or {})["status"] == "done"
+
+
+def test_slow_links_end_the_job_before_its_first_step(slurm: Slurm, here: Path) -> None:
+    """The bare script around a program that finds slow links."""
+    stand_in = here / "canzona"
+    stand_in.write_text(
+        '#!/bin/sh\n[ "$1" = slurm ] && echo 1 && exit\nprintf "<%s>" "$@"\n[ "$1" = train ] || exit 3\n'
+    )
+    stand_in.chmod(0o755)
+    script, checked = (
+        str(REPOSITORY / "scripts" / "train.sbatch"),
+        {"CANZONA": str(stand_in), "CANZONA_CHECK_LINKS": "1"},
+    )
+    done = slurm.command("sbatch", "--parsable", script, "recipe=a b", "gpus=1", cwd=here, environment=checked)
+    ended = slurm.wait_for(done.stdout.strip(), "FAILED")
+    assert (ended["ExitCode"], ended["Restarts"]) == ("3:0", "0")
+    assert "<doctor><--links><recipe=a b><gpus=1>" in Path(ended["StdOut"]).read_text()
+    assert "<train>" not in Path(ended["StdOut"]).read_text()
+
+
 def test_a_failing_set_up_line_ends_the_job_at_once(slurm: Slurm, here: Path, environment: dict[str, str]) -> None:
     job_id = submit(slurm, here, environment, *SMALL, "cluster.setup=['true','module load no-such-module']")
     ended = slurm.wait_for(job_id, "FAILED")

@@ -1,15 +1,21 @@
-"""A job that Slurm takes away saves itself, queues again and ends with the weights of one that nobody disturbed."""
+"""A job that Slurm takes away, or whose machine fails, queues again and ends with the weights of one that nobody
+disturbed."""
 
 import json
+import os
+import re
+import signal
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import psutil
 import pytest
 
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.checkpoint.verify import verify
 from canzona_cli.records.files import RunFiles, read_json
+from canzona_cli.records.records import read_rank
 from tests.slurm.cluster import Slurm
 from tests.slurm.test_jobs import REPOSITORY, SMALL, environment, submit
 from tests.waiting import PATIENCE_S
@@ -71,6 +77,85 @@ def test_a_preempted_job_ends_with_the_same_weights(slurm: Slurm, here: Path, en
     other = RunFiles(here / "runs" / f"qwen3-tiny-{undisturbed}")
     assert list(losses(files)) == list(losses(other))
     assert final_tensors(files) == final_tensors(other)
+
+
+def launcher_of(rank_pid: int, node: str) -> psutil.Process:
+    """Returns the launcher of a node: the highest ancestor of its rank that has the node's name in its environment and
+    is no process of Slurm's."""
+    ancestors = psutil.Process(rank_pid).parents()
+    return [p for p in ancestors if "canzona" in " ".join(p.cmdline()) and p.environ()["SLURMD_NODENAME"] == node][-1]
+
+
+@pytest.mark.parametrize("fault", ["a rank is killed", "a rank hangs", "a machine dies"])
+def test_after_a_failure_a_job_continues_without_the_machine(
+    slurm: Slurm, here: Path, environment: dict[str, str], fault: str
+) -> None:
+    """Runs on two of three machines. The machine that dies is the one whose launcher would report the failure."""
+    more = ("checkpoint.every_steps=5", "run.hang_timeout_s=20")
+    job_id = submit(slurm, here, environment, *SMALL, f"train.steps={STEPS}", *more)
+    files = RunFiles(here / "runs" / f"qwen3-tiny-{job_id}")
+    wait_for_steps(slurm, job_id, files, 7)
+    assert slurm.job(job_id)["NodeList"] == "n[1-2]"
+    rank = 0 if fault == "a machine dies" else 1
+    bad, pid = f"n{rank + 1}", read_rank(files, rank).pid
+    assert pid is not None
+    if fault == "a machine dies":
+        launcher = launcher_of(pid, bad)
+        for process in [launcher, *launcher.children(recursive=True)]:
+            process.kill()
+    else:
+        os.kill(pid, signal.SIGKILL if fault == "a rank is killed" else signal.SIGSTOP)
+    slurm.wait_for(job_id, "PENDING")
+    ended = slurm.wait_for(job_id, "COMPLETED")
+    log = Path(ended["StdOut"]).read_text()
+    assert f": requeueing after a failure on {bad} (1 of 3)" in log, log
+    assert (ended["Restarts"], ended["ExcNodeList"]) == ("1", bad)
+    assert ended["NodeList"] == ("n[2-3]" if bad == "n1" else "n[1,3]")
+    steps = [json.loads(line)["step"] for line in files.metrics.read_text().splitlines()]
+    assert steps == list(range(1, STEPS + 1))
+    assert re.search(r"resumes +from step \d+", log), log
+    assert (read_json(files.result) or {})["status"] == "done"
+    final_tensors(files)
+
+
+@pytest.mark.parametrize(
+    ("notes", "restarts", "said"),
+    [
+        (
+            ["n1", "n2", "n3", ""],
+            3,
+            "is not requeued after failure 4 (at most 3); it ends, and its checkpoints are kept",
+        ),
+        (["", "preempted", "", "over"], 3, "requeueing after a failure (2 of 3)"),
+        (["elsewhere", "over"], 1, "requeueing after a failure on elsewhere (1 of 3)"),
+    ],
+)
+def test_a_job_is_requeued_after_three_failures_at_most_and_never_waits_for_machines_that_it_avoids(
+    slurm: Slurm, here: Path, notes: list[str], restarts: int, said: str
+) -> None:
+    """The bare script around a program that fails on a machine in each start. With one machine left, none is added."""
+    stand_in = here / "canzona"
+    (here / "notes").write_text("".join(f"{note}\n" for note in notes))
+    stand_in.write_text(
+        f"""#!/bin/sh
+[ "$1" = slurm ] && echo "1 0 {here}/with spaces" && exit
+note=$(sed -n "$((${{SLURM_RESTART_COUNT:-0}} + 1))p" {here}/notes)
+[ "$note" = preempted ] && exit 75
+[ "$note" = over ] && exit 70
+mkdir -p "{here}/with spaces"
+echo "$note" >"$CANZONA_FAILURE"; exit 71
+"""
+    )
+    stand_in.chmod(0o755)
+    script = str(REPOSITORY / "scripts" / "train.sbatch")
+    submitted = ("sbatch", "--parsable", "--exclude=n3", script)
+    done = slurm.command(*submitted, cwd=here, environment={"CANZONA": str(stand_in)})
+    ended = slurm.wait_for(done.stdout.strip(), "FAILED")
+    log = Path(ended["StdOut"]).read_text()
+    assert ended["Restarts"] == str(restarts), log
+    assert said in log
+    assert ("n2 is not excluded, because fewer than 1 other nodes are left" in log) == ("n2" in notes), log
+    assert {*ended["ExcNodeList"].split(",")} == ({"n1", "n3"} if "n1" in notes else {"n3"})
 
 
 @pytest.mark.parametrize(

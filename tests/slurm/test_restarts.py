@@ -37,7 +37,15 @@ def test_a_job_starts_again_after_a_crash_and_a_hang_and_its_command_goes_on_aft
     slurm: Slurm, here: Path, environment: dict[str, str]
 ) -> None:
     job_id = submit(
-        *(slurm, here, environment, *SMALL, "--time=20", f"train.steps={STEPS}", "checkpoint.every_steps=5"),
+        *(
+            slurm,
+            here,
+            environment | {"CANZONA_REQUEUES_AFTER_FAILURES": "0"},
+            *SMALL,
+            "--time=20",
+            f"train.steps={STEPS}",
+            "checkpoint.every_steps=5",
+        ),
         *("run.restarts=2", "run.hang_timeout_s=20"),
     )
     files = RunFiles(here / "runs" / f"qwen3-tiny-{job_id}")
@@ -55,6 +63,7 @@ def test_a_job_starts_again_after_a_crash_and_a_hang_and_its_command_goes_on_aft
     results = [load_if_valid(one.result, RunResult) for one in (*(RunFiles(files.attempts / n) for n in "12"), files)]
     told = [(one.exit_code, one.rank, one.restarts) for one in results if one is not None]
     assert told == [(70, 1, 0), (71, 1, 1), (70, 1, 2)], log
+    assert "is not requeued after failure 1 (at most 0)" in log
     last = results[-1]
     assert last is not None
     assert "restarted 2 times, as often as run.restarts allows" in last.message

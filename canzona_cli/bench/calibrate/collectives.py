@@ -57,20 +57,26 @@ them."""
 
 
 class Members:
-    """The process group of this rank, with `size` consecutive ranks.
+    """The process group of this rank.
 
     Args:
         team: the ranks of one or more complete groups, which measure at the same time.
+        size: the number of ranks in a group.
+        groups: the ranks of each group; None divides the team into groups of consecutive ranks.
     """
 
-    def __init__(self, team: Team, size: int) -> None:
+    def __init__(self, team: Team, size: int, groups: Sequence[Sequence[int]] | None = None) -> None:
         """Makes the groups. All ranks of the job have to call this."""
         self.team, self.size, self.device = team, size, team.device
+        ranks = [[*range(start, start + size)] for start in range(0, team.size, size)] if groups is None else groups
         # Use the default backend (NCCL or gloo), as a run's collectives do.
-        groups = [dist.new_group(list(range(start, start + size))) for start in range(0, team.size, size)]
-        self.groups = len(groups)
-        index, self.rank = divmod(team.rank, size)
-        self._group = groups[index if team.member else 0]
+        made = [dist.new_group([*each]) for each in ranks]
+        self.groups = len(made)
+        index = next((index for index, each in enumerate(ranks) if team.rank in each), None)
+        self.member = index is not None
+        """True if this rank is in one of the groups."""
+        self.rank = ranks[index or 0].index(team.rank) if self.member else 0
+        self._group = made[index or 0]
 
     @property
     def group(self) -> dist.ProcessGroup:

@@ -33,13 +33,17 @@ JobName = Annotated[str | None, Option(metavar="NAME", help="Name of the job. [d
 CpusPerTask = Annotated[
     int | None, Option(metavar="N", help="Share nodes: request N cores on each instead of exclusive nodes.")
 ]
-Requeues = Annotated[int, Option(metavar="N", help="How many times a preempted job may be requeued.")]
+Requeues = Annotated[
+    int, Option(metavar="N", help="How many times the job may be requeued, at most 3 of them after failures.")
+]
 SignalBefore = Annotated[int, Option(metavar="S", help="Save and requeue this many seconds before the time limit.")]
 Sbatch = Annotated[
     list[str] | None,
     Option(metavar="OPTION", help="An additional sbatch option: '--constraint=h100'; may be repeated."),
 ]
-Needs = Annotated[bool, Option("--needs", help="Only print the number of nodes and of GPUs per node.")]
+Needs = Annotated[
+    bool, Option("--needs", help="Only print the nodes, the GPUs per node, and the folder for notes of failures.")
+]
 
 
 def slurm(
@@ -64,10 +68,12 @@ def slurm(
     """Print a run's sbatch script, or submit it.
 
     The script is scripts/train.sbatch, filled in. A job that is preempted or close to its time limit saves a
-    checkpoint, requeues itself and resumes from this checkpoint.
+    checkpoint, requeues itself and resumes from this checkpoint. After a crash or a hang it is requeued too, without
+    the machine that failed.
     """
     from canzona_cli.core.planner.plan_file import obtain_plan
-    from canzona_cli.launch.slurm_job import JobOptions, nodes_and_gpus
+    from canzona_cli.launch.containers import container_problems
+    from canzona_cli.launch.slurm_job import JobOptions, needed
 
     options = JobOptions(
         job_name=job_name,
@@ -84,8 +90,9 @@ def slurm(
     arguments = [*(overrides or []), *([f"cluster.nodes={nodes}"] if nodes else [])]
     config, layout, options = _resolve(arguments, options, recipes_dir or [], sweep=sweep)
     if needs:
-        typer.echo(nodes_and_gpus(config))
+        typer.echo(needed(config))
         return
+    refuse(container_problems(config))
     obtain_plan(config.setup, layout)  # refuses the run if it cannot be planned
     check_inputs(config, layout)
     arguments += ["--sweep"] if sweep else []

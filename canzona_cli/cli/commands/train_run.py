@@ -26,7 +26,7 @@ from canzona_cli.config.compose import dump_resolved
 from canzona_cli.config.resolve import resolve
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.sharing import mode_warnings
-from canzona_cli.core.errors import CanzonaError, ExitCode
+from canzona_cli.core.errors import CanzonaError, ExitCode, refuse
 from canzona_cli.core.model.matrices import routing
 from canzona_cli.core.planner.memory import memory_of
 from canzona_cli.core.planner.plan_file import ObtainedPlan, obtain_plan
@@ -36,10 +36,13 @@ from canzona_cli.core.simulate.fast_paths import fast_paths
 from canzona_cli.core.simulate.prediction import Prediction
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.launch import preflight, torchrun
+from canzona_cli.launch.alert import alert
 from canzona_cli.launch.card import card_of, judge
+from canzona_cli.launch.containers import container_problems
 from canzona_cli.launch.machines import Machines
-from canzona_cli.launch.outcome import Outcome
+from canzona_cli.launch.outcome import Outcome, failed_outcome
 from canzona_cli.launch.processes import run_trackers
+from canzona_cli.launch.requeue import note_failure
 from canzona_cli.launch.restarts import Restarts, resume_command, resume_hint, run_with_restarts
 from canzona_cli.launch.resume import Resumption, choose_resumption
 from canzona_cli.launch.resumed_data import check_tokenizer, data_changes
@@ -102,13 +105,17 @@ def run(
     if dry_run or prepare_only:
         (_show_dry_run if dry_run else _prepare_only)(job, present, show_config=show_config)
         return
+    run_dir = None if config.run.dir is None else Path(config.run.dir).absolute()
     try:
         outcome, directory = _launch(job, console, requests, command_line=(overrides, recipes_dirs))
     except Preempted as request:
-        files = None if config.run.dir is None else RunFiles(Path(config.run.dir).absolute())
-        outcome = early_stop_outcome(files, request)
+        outcome = early_stop_outcome(None if run_dir is None else RunFiles(run_dir), request)
         tell(outcome.message)
+        _alert(outcome, run_dir, job)
         raise typer.Exit(outcome.exit_code) from None
+    except CanzonaError as error:
+        _alert(failed_outcome(str(error), error.exit_code), run_dir, job)
+        raise
     _report_end(outcome, directory, job, console)
 
 
@@ -150,6 +157,7 @@ class _Job:
 def _show_dry_run(job: _Job, present: Callable[[DryRun], None], *, show_config: bool) -> None:
     """Checks a run as far as this machine can, and prints it; starts nothing, and writes only caches."""
     config, layout = job.config, job.layout
+    refuse(container_problems(config))
     samples = saved = None
     with suppress(CanzonaError):  # reported below, after everything else has been shown
         resumption = choose_resumption(config, layout)
@@ -398,12 +406,21 @@ def _print_differences(resumption: Resumption) -> None:
 def _report_end(outcome: Outcome, run: RunDirectory, job: _Job, console: Console) -> None:
     """Shows how the run ended, then exits if its exit code is not 0. An error while showing the end does not
     change the exit code."""
+    why_not_requeued = note_failure(outcome)
     try:
         show_end(outcome, run, job.config, console, node_rank=job.node_rank, full=not job.quiet_name)
+        if why_not_requeued and job.node_rank == 0:
+            tell(why_not_requeued)
     except Exception as error:
         show_failure(error)
+    _alert(outcome, run.path, job)
     if outcome.exit_code:
         raise typer.Exit(outcome.exit_code)
+
+
+def _alert(outcome: Outcome, run_dir: Path | None, job: _Job) -> None:
+    if job.node_rank == 0:
+        alert(outcome, run_dir, say=tell)
 
 
 def show_end(

@@ -105,7 +105,7 @@ def outlook_rows(config: RunConfig, outlook: Outlook) -> Iterator[tuple[str, str
         yield "training", f"{steps}; run `canzona calibrate` to get a time estimate for this machine"
     copies, bytes_ = outlook.checkpoints_kept, outlook.checkpoint_bytes
     disk = f"{size(bytes_)} each, {copies} kept: {size(copies * bytes_)} on disk"
-    yield "checkpoints", f"{disk}; saving needs about {size(outlook.host_bytes)} of host memory on each machine"
+    yield "checkpoints", f"{disk}; each machine writes about {size(outlook.host_bytes)}, from a copy in host memory"
 
 
 def fast_path_rows(paths: FastPaths, result_s: tuple[float, float] | None) -> Iterator[tuple[str, str]]:

@@ -7,14 +7,17 @@ from dataclasses import asdict, dataclass
 from rich.console import RenderableType
 from rich.text import Text
 
+from canzona_cli.bench.links import SLOW, LinkCheck, bus_gb_per_s
 from canzona_cli.cli.views.page import Page, Screen, joined, note, paragraph, remarks
 from canzona_cli.cli.views.tables import Table
 from canzona_cli.config.profiles import Profile
 from canzona_cli.core.reading import display_path
 from canzona_cli.launch.doctor import Diagnosis, Finding, Status
-from canzona_cli.records.words import plural
+from canzona_cli.records.words import milliseconds, plural, size
 
 VERSION = 1
+_NAMED = 8
+"""The largest number of machines that are all named."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,3 +151,34 @@ class DiagnosisView(Page):
 def _row(finding: Finding) -> _Row:
     name = f"torch {finding.name}" if finding.group == "torch" else finding.name
     return finding.status, name, finding.value, finding
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinksView(Page):
+    """The times of all-reduces over all machines of a run, and a verdict."""
+
+    check: LinkCheck
+
+    def parts(self, screen: Screen) -> Iterator[RenderableType]:
+        check = self.check
+        where = ", ".join(check.names) if len(check.names) <= _NAMED else plural(len(check.names), "machine")
+        yield paragraph(f"all-reduce over {plural(check.overall[0].ranks, 'rank')} on {where}", "bold")
+        table = Table("bytes")
+        table.add_numbers("ms", "GB/s", "profile", "of the profile")
+        for time in check.overall:
+            predicted_s, measured = check.predicted_s(time), (milliseconds(time.seconds), f"{time.bus_gb_per_s:.3g}")
+            if predicted_s is None:
+                table.add_row(size(time.bytes), *measured, "", "")
+            else:
+                profile = f"{bus_gb_per_s(time, predicted_s):.3g}"
+                table.add_row(size(time.bytes), *measured, profile, f"{predicted_s / time.seconds:.0%}")
+        yield table
+        yield note(f"GB/s: sent by each rank in a ring; profile: the same by cluster={check.cluster.name}")
+        for name in check.slow_machines:
+            yield paragraph(f"{name} takes more than {SLOW:g} times as long as the fastest machines", "bold red")
+        if check.slower_than_profile:
+            yield paragraph(f"the largest takes more than {SLOW:g} times as long as by the profile", "bold red")
+        if check.predicted_s(check.overall[0]) is None:
+            yield note("no verdict: a profile of CPUs that is not calibrated describes no real machine")
+        elif check.ok:
+            yield paragraph("the links are fast enough", "bold green")

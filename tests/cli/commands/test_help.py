@@ -70,7 +70,7 @@ def test_misuse_is_exit_code_2_with_a_hint(arguments: list[str], hint: str) -> N
         ("train recipe=tiny --resume runs/A", ["write run.dir=runs/A: a run continues in its directory"]),
         ("train --stesp 3", ["write train.steps=3"]),
         ("train --dryrun", ["did you mean --dry-run?"]),
-        ("doctor --gpus 4", ["see canzona doctor --help"]),
+        ("report --gpus 4", ["see canzona report --help"]),
         ("run recipe=tiny", ["write canzona train recipe=tiny"]),
         ("recipe=tiny gpus=4", ["write canzona train recipe=tiny gpus=4"]),
         ("list", ["write canzona recipes list"]),

@@ -18,8 +18,10 @@ def test_the_printed_script_has_the_machines_that_the_gpus_need(tmp_path: Path) 
     assert lines[0] == "#!/usr/bin/env bash"
     assert {"#SBATCH --nodes=32", "#SBATCH --gpus-per-node=8", "#SBATCH --time=12:00:00"} <= set(lines)
     assert list(tmp_path.iterdir()) == [], "printing writes nothing"
-    assert canzona("slurm", "--needs", "recipe=qwen3-32b", "gpus=256", cwd=tmp_path).stdout == "32 8\n"
-    assert canzona("slurm", "--needs", "recipe=qwen3-tiny", "gpus=4", cwd=tmp_path).stdout == "1 0\n"
+    folder = tmp_path / "runs" / "slurm"
+    assert canzona("slurm", "--needs", "recipe=qwen3-32b", "gpus=256", cwd=tmp_path).stdout == f"32 8 {folder}\n"
+    tiny = ("slurm", "--needs", "recipe=qwen3-tiny", "gpus=4", "run.dir=a run")
+    assert canzona(*tiny, cwd=tmp_path).stdout == f"1 0 {tmp_path}/a run\n"
 
 
 def test_nodes_spread_the_run(tmp_path: Path) -> None:
@@ -88,7 +90,7 @@ def test_inside_a_step_a_dry_run_shows_what_this_machine_would_start(tmp_path: P
     )
     assert "from Slurm job 9: the run directory, machine 1 of 2" in " ".join(done.stderr.split())
     said = " ".join(done.stdout.split())
-    for part in ("--node-rank 1", "--rdzv-endpoint localhost:", "--rdzv-id slurm-9", "runs/qwen3-8b-9"):
+    for part in ("--node-rank 1", "--rdzv-endpoint localhost:", "--rdzv-id qwen3-8b-9", "runs/qwen3-8b-9"):
         assert part in said
     refused = canzona("train", "--dry-run", "recipe=qwen3-8b", "gpus=8", cwd=tmp_path, environment=step, code=2)
     assert "--nodes=1" in " ".join(refused.stderr.split())
