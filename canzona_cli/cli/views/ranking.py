@@ -161,11 +161,13 @@ def verdict_text(ranking: Ranking) -> str | None:
 
 def _remarks(ranking: Ranking, labels: Sequence[str]) -> Iterator[str]:
     """Yields what the best rates and the means do not say: rates at an edge, other runs, notes."""
-    for label, group in zip(labels if len(ranking.groups) > 1 else [""], ranking.groups, strict=True):
+    at_edge: dict[str, list[str]] = {}
+    for label, group in zip(labels if len(ranking.groups) > 1 else ["all runs"], ranking.groups, strict=True):
         for key, edge in group.edges.items():
             beyond = "below" if edge == "lowest" else "above"
-            whose = f"{label}: " if label else ""
-            yield f"{whose}the best {key.rpartition('.')[2]} is the {edge} tried; the optimum may be {beyond} it"
+            text = f"the best {key.rpartition('.')[2]} is the {edge} tried; the optimum may be {beyond} it"
+            at_edge.setdefault(text, []).append(label)
+    yield from (f"{', '.join(names)}: {text}" for text, names in at_edge.items())
     tokens = [line.tokens_per_step for line in ranking.lines if line.tokens_per_step is not None]
     if ranking.step is not None and len({*tokens}) > 1:
         least, most = (count(ranking.step * amount) for amount in (min(tokens), max(tokens)))

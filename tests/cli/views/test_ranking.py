@@ -55,11 +55,12 @@ def test_every_run_has_a_line_if_asked(sweep: Path) -> None:
 
 
 def test_a_rate_at_the_edge_and_a_missing_verdict_are_said(tmp_path: Path) -> None:
-    losses = {("muon", 0.01): {1: 2.5}, ("muon", 0.02): {1: 2.4}, ("adamw", 0.001): {1: 3.0}}
+    losses = {(name, lr): {1: loss - lr} for name, loss in (("muon", 2.0), ("soap", 3.0)) for lr in (0.01, 0.02)}
+    losses |= {("adamw", 0.001): {1: 4.0}}
     text = words(printed(RankingView(ranking=ranked(add_sweep(tmp_path, losses))), 120))
     assert "0.01..0.02 0.02!" in text
-    assert "muon: the best lr is the highest tried; the optimum may be above it" in text
-    assert "muon is lower than adamw by 0.6000; no verdict: 1 shared seed, and a verdict needs 3" in text
+    assert "muon, soap: the best lr is the highest tried; the optimum may be above it" in text
+    assert "muon is lower than soap by 1.0000; no verdict: 1 shared seed, and a verdict needs 3" in text
 
 
 def test_seeds_that_differ_as_much_as_groups_make_no_verdict(tmp_path: Path) -> None:
