@@ -193,9 +193,9 @@ def unknown_key(key: str, text: object, *, where: str = "") -> Problem:
         return Problem(key, f"no longer exists{where}", REMOVED[key], value=text)
     names = sections().get(key)
     if names is not None:
-        example = f"{key}.{min(names)}"
-        reason = f"is a section{where}, not a setting"
-        return Problem(key, reason, f"for example {example}=VALUE", value=text)
+        takers = [name for name in sorted(names) if text in settings()[f"{key}.{name}"].choices]
+        example = f"{key}.{takers[0]}={text}" if takers else f"{key}.{min(names)}=VALUE"
+        return Problem(key, f"is a section{where}, not a setting", f"for example {example}", value=text)
     if (advice := missing_feature_problem(key)) is not None:
         return replace(advice, value=text, reason=f"{advice.reason}{where}")
     group = None if "." in key or key in RENAMED else closest(key, GROUPS, cutoff=0.8)
