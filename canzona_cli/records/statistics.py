@@ -66,6 +66,13 @@ def _p_of_mean(mean: float, error: float, degrees: int) -> float:
     return two_sided_p(mean / error, degrees)
 
 
+def paired_p(differences: Sequence[float]) -> float:
+    """Returns the probability that the mean of at least two pairs' differences is at least this far from 0 if their
+    true mean is 0, by the paired t-test (Student 1908)."""
+    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    return _p_of_mean(statistics.fmean(differences), error, len(differences) - 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Speedup:
     """The ratio of two strategies' times, from interleaved rounds of one session."""
@@ -86,15 +93,12 @@ class Speedup:
     def of(cls, slower: Sequence[float], faster: Sequence[float]) -> "Speedup":
         """Computes the speed-up from the times of the same rounds.
 
-        They are compared by the paired t-test on the logarithms of the rounds' ratios (Student 1908; for few
-        timings: Georges, Buytaert and Eeckhout, OOPSLA 2007). Whatever slows a complete round down cancels in its
-        ratio, and unlike rank tests, whose smallest p at five pairs is 0.0625, this test can decide at five.
+        They are compared by the paired t-test on the logarithms of the rounds' ratios (for few timings: Georges,
+        Buytaert and Eeckhout, OOPSLA 2007). Whatever slows a complete round down cancels in its ratio, and unlike rank
+        tests, whose smallest p at five pairs is 0.0625, this test can decide at five.
         """
         ratios = [slow / fast for slow, fast in zip(slower, faster, strict=True)]
-        p = None
-        if len(ratios) >= JUDGED_ROUNDS:
-            logs = [math.log(ratio) for ratio in ratios]
-            p = _p_of_mean(statistics.fmean(logs), statistics.stdev(logs) / math.sqrt(len(logs)), len(logs) - 1)
+        p = paired_p([math.log(ratio) for ratio in ratios]) if len(ratios) >= JUDGED_ROUNDS else None
         return cls(ratio=Quartiles.of(ratios), p=p)
 
     @classmethod
