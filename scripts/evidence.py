@@ -192,7 +192,7 @@ def adamw_lr_table(found: Evidence) -> Table:
         rows.append([f"`{name}`", f"{runs[0].lr:g}", *_losses({run.adamw_lr: run.final for run in runs}).values()])
     means = {rate: fmean(run.final for run in found.adamw_lr if run.adamw_lr == rate) for rate in ADAMW_LRS}
     rows.append(["mean", "", *_losses(means).values()])
-    caption = f"The validation loss after {runs[0].steps} steps, by `optimizer.adamw_lr`; bold: the lowest of a row."
+    caption = f"The validation loss after {runs[0].steps} steps, by `optimizer.adamw_lr`."
     return Table(caption=caption, columns=("optimizer", "`lr`", *(f"{rate:g}" for rate in ADAMW_LRS)), rows=rows)
 
 
@@ -202,11 +202,11 @@ def lr_table(found: Evidence) -> Table:
     for name in OPTIMIZERS:
         losses = _losses({run.lr: run.final for run in of(name, found.lr)})
         rows.append([f"`{name}`", ", ".join(f"{rate:g}: {loss}" for rate, loss in losses.items())])
+    first = found.lr[0]
     caption = (
-        f"The validation loss after {found.lr[0].steps} steps with `optimizer.adamw_lr={found.lr[0].adamw_lr:g}`, by "
-        "`optimizer.lr`; bold: the lowest."
+        f"The validation loss after {first.steps} steps by `optimizer.lr`, at `optimizer.adamw_lr={first.adamw_lr:g}`."
     )
-    return Table(caption=caption, columns=("optimizer", "rate of matrices: loss"), rows=rows)
+    return Table(caption=caption, columns=("optimizer", "`lr`: loss"), rows=rows)
 
 
 def _losses(by_rate: Mapping[float, float]) -> dict[float, str]:
@@ -275,10 +275,9 @@ def main() -> int:
         train(given.runs.absolute(), given.recipe, (*SHARED, *given.overrides)).save()
     before = PAGE.read_text(encoding="utf-8")
     after = with_tables(before)
-    if given.check:
-        return int(before != after)
-    PAGE.write_text(after, encoding="utf-8")
-    return 0
+    if not given.check:
+        PAGE.write_text(after, encoding="utf-8")
+    return int(given.check and before != after)
 
 
 if __name__ == "__main__":
