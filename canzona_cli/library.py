@@ -171,6 +171,8 @@ def _optimizer(caller: Caller, settings: Sequence[str]) -> Iterator[tuple[str, V
     yield "optimizer.beta1", config.adam_beta1
     yield "optimizer.beta2", config.adam_beta2
     yield "optimizer.eps", config.adam_eps
+    if not any(key_of(setting).startswith("optimizer.adamw_lr") for setting in settings):
+        yield "optimizer.adamw_lr", config.lr
     # These settings do not apply to canzona's other optimizers.
     if all(key_of(setting) != "optimizer" or setting == "optimizer=muon" for setting in settings):
         yield "optimizer.momentum", config.muon_momentum

@@ -87,9 +87,9 @@ def test_what_a_short_recipe_sets_and_what_is_typed(tmp_path: Path) -> None:
     assert run("optimizer.lr=0.001", "train.global_batch_size=8") == (0.001, 0.0001, 8)
 
 
-def _adamw(*overrides: str) -> tuple[float, float, float]:
+def _adamw(*overrides: str, recipe: str = "llama3-tiny") -> tuple[float, float, float]:
     """The rate, the minimum and the weight decay of parameters that are not matrices."""
-    rates = compose_run(["recipe=qwen3-tiny", *overrides], training=False).config.optimizer.adamw_rates
+    rates = compose_run([f"recipe={recipe}", *overrides], training=False).config.optimizer.adamw_rates
     return rates.lr, rates.min_lr, rates.weight_decay
 
 
@@ -102,6 +102,12 @@ def test_adamw_has_the_rates_of_matrices_unless_they_are_set_apart() -> None:
     assert _adamw("optimizer.adamw_weight_decay=0") == (0.005, 0.0005, 0.0)
     with pytest.raises(ConfigError, match="keep one"):
         _adamw("optimizer.adamw_lr=0.001", "optimizer.adamw_lr_ratio=0.2")
+
+
+def test_a_recipes_rate_of_adamw_counts_for_every_optimizer_unless_one_is_typed() -> None:
+    assert _adamw(recipe="qwen3-tiny") == _adamw("optimizer=soap", recipe="qwen3-tiny") == (0.02, 0.002, 0.1)
+    assert _adamw("optimizer.lr=0.004", recipe="qwen3-tiny") == (0.02, 0.002, 0.1)
+    assert _adamw("optimizer.adamw_lr_ratio=0.2", recipe="qwen3-tiny") == (0.001, 0.0001, 0.1)
 
 
 def test_a_rate_of_adamw_outlives_an_optimizer_and_a_sweep(tmp_path: Path) -> None:
@@ -118,7 +124,7 @@ def test_a_rate_of_adamw_outlives_an_optimizer_and_a_sweep(tmp_path: Path) -> No
 def test_a_resumed_run_says_what_became_of_both_rates() -> None:
     old = compose_run(["recipe=qwen3-tiny", "optimizer.adamw_lr_ratio=0.2"]).config
     new = compose_run(["recipe=qwen3-tiny", "optimizer.adamw_lr_ratio=0.2", "optimizer.lr=0.004"]).config
-    alone = compose_run(["recipe=qwen3-tiny"]).config
+    alone = compose_run(["recipe=qwen3-tiny", "optimizer.adamw_lr=null"]).config
     assert [line.partition(" now")[0] for line in changes(old, new, step=5).warnings] == [
         "optimizer.adamw_lr is 0.0008",
         "optimizer.lr is 0.004",

@@ -121,7 +121,7 @@ def test_both_rates_follow_one_schedule_and_are_recorded_as_the_groups_have_them
         assert [recorded, adamw] == pytest.approx([group["lr"] for group in optimizer.param_groups], rel=1e-12)
         assert adamw == pytest.approx(recorded / 5, rel=1e-12)
         trainee.schedule.step(increment=1)
-    trainee.setup = _config(f"schedule.decay={decay}", *DECAYS[decay][1]).setup
+    trainee.setup = _config(f"schedule.decay={decay}", *DECAYS[decay][1], "optimizer.adamw_lr=null").setup
     assert step_rates(trainee)[1] is None
 
 

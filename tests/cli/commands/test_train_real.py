@@ -142,7 +142,7 @@ def test_a_run_shows_what_its_model_writes(trained: Trained) -> None:
     samples = [line for line in lines if line["event"] == "sample"]
     assert [(line["step"], line["prompt"]) for line in samples] == [(4, "import "), (6, "import ")]
     for line in samples:
-        assert 0 < len(line["text"]) <= 5
+        assert 0 < len(line["text"]) <= 48, "48 tokens of a byte tokenizer"
         assert f"at step {line['step']} the model writes: import" in trained.text
 
 

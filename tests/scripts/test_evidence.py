@@ -1,0 +1,130 @@
+"""The comparison of optimizers: what is trained, what is read of it, and a page that says what the raw results say."""
+
+import json
+import re
+from dataclasses import replace
+from math import log2
+from pathlib import Path
+
+import evidence
+import numpy as np
+import pytest
+from evidence import Evidence, Trained
+
+from canzona_cli.config.compose import compose_run, dump_resolved
+from canzona_cli.records.codec import load, record_dict, save
+from canzona_cli.records.files import RunFiles
+from canzona_cli.records.records import RunResult, StepMetrics, ValidationLoss
+from tests.records.runs import CORPUS
+
+RAW = [load(path, Evidence, key="", fix="") for path in sorted(evidence.RAW.glob("*.json"))]
+RUN = Trained(
+    optimizer="muon",
+    lr=0.01,
+    adamw_lr=0.02,
+    seed=1,
+    ranks=1,
+    validation=((0, 5.0), (20, 3.0), (40, 2.5)),
+    loss=2.4,
+    step_s=1.0,
+)
+
+
+def test_the_page_has_the_tables_of_the_raw_results() -> None:
+    page = evidence.PAGE.read_text(encoding="utf-8")
+    assert evidence.with_tables(page) == page
+    markers = [f"{found.recipe} {name}" for found in RAW for name in evidence.TABLES]
+    assert re.findall(r"<!-- figures: (.+) -->", page) == markers
+
+
+@pytest.mark.parametrize("found", RAW, ids=lambda found: found.recipe)
+def test_recipes_have_the_best_rates_of_the_raw_results(found: Evidence) -> None:
+    for name in evidence.OPTIMIZERS:
+        optimizer = compose_run([f"recipe={found.recipe}", f"optimizer={name}"]).config.optimizer
+        best = evidence.lowest(evidence.of(name, found.lr))
+        assert (optimizer.lr, optimizer.adamw_lr) == (best.lr, evidence.best_adamw_lr(found.adamw_lr)), name
+
+
+def test_every_optimizer_has_one_adamw_rate_and_a_ladder_that_ends_beyond_its_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checks the runs that are asked for, with losses from a formula: parabolas over the logarithm of the rate."""
+    best = {"adamw": 0.0005, "muon": 0.02, "normuon": 0.005, "soap": 0.002, "shampoo": 0.001}
+    asked: list[dict[str, str]] = []
+
+    def swept(folder: Path, recipe: str, *overrides: str) -> tuple[Trained, ...]:
+        settings = dict(override.split("=", 1) for override in overrides)
+        asked.append({"folder": folder.name, "recipe": recipe, **settings})
+        rates = settings.get("optimizer.lr", "").replace(":", ",").split(",")
+        names = settings["optimizer"].split(",")
+        runs, name = [], ""
+        for word in rates if len(rates) > 1 else [word for name in names for word in (name, "0.002")]:
+            if word in names:
+                name = word
+                continue
+            for adamw in settings["optimizer.adamw_lr"].split(","):
+                for seed in settings.get("train.seed", "0").split(","):
+                    loss = 2 + log2(float(word) / best[name]) ** 2 / 100 + log2(float(adamw) / 0.01) ** 2 / 100
+                    ends = ((0, 5.0), (60, loss + 0.001 * (int(seed) % 5)))
+                    run = replace(RUN, optimizer=name, lr=float(word), adamw_lr=float(adamw), seed=int(seed))
+                    runs.append(replace(run, validation=ends))
+        return tuple(runs)
+
+    monkeypatch.setattr(evidence, "sweep", swept)
+    monkeypatch.setattr(evidence, "RAW", tmp_path / "raw")
+    run_dir = tmp_path / "lr" / "run"
+    _write_run(run_dir, steps=12)
+    found = evidence.train(tmp_path, "qwen3-tiny", ("gpus=1",))
+    assert {request["recipe"] for request in asked} == {"qwen3-tiny"}
+    assert {request["gpus"] for request in asked} == {"1"}
+    assert {request["optimizer.adamw_lr"] for request in asked[1:]} == {"0.01"}
+    for name, rate in best.items():
+        ladder = sorted({run.lr for run in found.lr if run.optimizer == name})
+        assert {rate / 2, rate, rate * 2} <= set(ladder), "the best has a worse rate on both sides"
+        assert np.allclose(np.diff(np.log2(ladder)), 1)
+        assert {(run.lr, run.seed) for run in evidence.of(name, found.seeds)} == {(rate, 2), (rate, 3)}
+    found.save()
+    (path,) = (tmp_path / "raw").iterdir()
+    assert load(path, Evidence, key="", fix="") == found
+    rows = {row[0]: row for row in evidence.seeds_table(found).rows}
+    assert [rows[f"`{name}`"][1] for name in best] == [f"{rate:g}" for rate in best.values()]
+
+
+def test_what_is_read_of_a_run(tmp_path: Path) -> None:
+    times = _write_run(tmp_path, steps=30)
+    run = evidence.read(tmp_path)
+    assert run is not None
+    assert (run.optimizer, run.lr, run.adamw_lr, run.seed, run.ranks) == ("soap", 0.004, 0.03, 7, 1)
+    assert run.step_s == pytest.approx(np.convolve(times, np.ones(10) / 10, "valid").min(), abs=1e-4)
+    assert (run.validation, run.loss) == (((0, 5.0), (15, 3.0), (30, 2.0)), 3.0)
+    (tmp_path / "result.json").unlink()
+    assert evidence.read(tmp_path) is None, "it has not finished"
+
+
+def test_the_step_of_a_loss_is_interpolated() -> None:
+    steps, losses = zip(*RUN.validation, strict=True)
+    for loss in (4.9, 3.0, 2.6, 2.5):
+        assert RUN.steps_to(loss) == pytest.approx(np.interp(-loss, -np.array(losses), steps))
+    assert RUN.steps_to(2.0) == 40, "it never fell so far"
+
+
+def test_a_margin_is_judged_by_pairs_of_the_same_seed() -> None:
+    """Student's t of 0.1, 0.2, 0.3 is 3.464 with 2 degrees of freedom, whose two-sided p is 0.0742."""
+    assert evidence._margin([0.1, 0.2, 0.3]) == "0.200 ± 0.100 (p = 0.074)"
+    assert evidence._margin([0.1]) == "0.100"
+
+
+def _write_run(run_dir: Path, steps: int) -> list[float]:
+    """Writes a finished run's records; returns the times of its steps."""
+    files = RunFiles(run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    overrides = ["optimizer=soap", "optimizer.lr=0.004", "optimizer.adamw_lr=0.03", "train.seed=7", "gpus=1"]
+    files.config.write_text(dump_resolved(compose_run(["recipe=qwen3-tiny", *overrides]).config))
+    times = [1 + 0.3 * ((step * 7) % 11) / 11 for step in range(steps)]
+    metrics = [StepMetrics(step=n + 1, loss=3.0, step_s=s, tokens=4096 * (n + 1)) for n, s in enumerate(times)]
+    files.metrics.write_text("\n".join(json.dumps(record_dict(line)) for line in metrics))
+    losses = [ValidationLoss(step=n * steps // 2, loss=loss) for n, loss in enumerate((5.0, 3.0, 2.0))]
+    files.validation.write_text("\n".join(json.dumps(record_dict(line)) for line in losses))
+    save(files.result, RunResult(status="done", exit_code=0, step=steps))
+    save(files.corpus, CORPUS)
+    return times
