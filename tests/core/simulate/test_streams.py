@@ -27,7 +27,7 @@ def test_a_rank_waits_for_its_last_backward_message_once_it_sends_the_next() -> 
     and the third stage is much faster than the second, so without the wait it would run ahead."""
     iteration = pipeline([(1.0, 2.0), (5.0, 0.2), (0.1, 0.2)], 4.0, vpp=2, count=9)
     for stage in (1, 2):
-        arrivals = [ran.end for _, ran, _ in iteration._streams["send", stage, "backward"]]
+        arrivals = [ran.end for _, ran in iteration._streams["send", stage, "backward"]]
         passes = [
             (phase, start, end)
             for _, phase, start, end in iteration.segments(stage)
