@@ -344,7 +344,10 @@ def _digest(content: Mapping[str, object]) -> str:
 
 def _fields_for_file(entry: Matrix | Bucket) -> dict[str, object]:
     """Returns the fields of a matrix or bucket for a plan file, without `expert_rank` if that is None."""
-    return {name: value for name, value in vars(entry).items() if name != "expert_rank" or value is not None}
+    values = {**vars(entry)}
+    if entry.expert_rank is None:
+        del values["expert_rank"]
+    return values
 
 
 def _execution_fields(shared_cost: SharedCost | None) -> dict[str, object]:
