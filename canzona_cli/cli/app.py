@@ -141,7 +141,7 @@ def main() -> None:
     # Planning creates many long-lived objects and few cycles. Frequent garbage collection would take a tenth
     # of the planning time, and the final collection at exit another tenth: collect rarely, and freeze before
     # exit.
-    gc.set_threshold(500_000)
+    gc.set_threshold(5_000_000)
     atexit.register(gc.freeze)
     os.umask(os.umask(0o077) | 0o002)  # files of canzona and its child processes are not world-writable
     guard()

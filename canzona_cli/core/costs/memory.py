@@ -290,16 +290,19 @@ def balanced_placement(
             counts[shape] += count
         heap = [(0, cell) for cell in range(cells)]
         for shape, count in sorted(counts.items(), key=lambda item: (-math.prod(item[0]), item[0])):
-            size, rounds = math.prod(shape), 0
-            if max(heap)[0] - heap[0][0] < size:  # then every cell gets a matrix before any cell gets two
-                rounds = layers * count // cells
-                heap = [(load + rounds * size, cell) for load, cell in heap]
-                for content in contents if rounds else ():
-                    content[shape] += rounds
-            for _ in range(layers * count - rounds * cells):
-                load, cell = heap[0]
-                heapq.heapreplace(heap, (load + size, cell))
-                contents[cell][shape] += 1
+            size, left, highest = math.prod(shape), layers * count, max(heap)[0]
+            while left:
+                if left >= cells and highest - heap[0][0] < size:
+                    # Every cell gets a matrix before any cell gets two.
+                    rounds, left = divmod(left, cells)
+                    heap = [(load + rounds * size, cell) for load, cell in heap]
+                    for content in contents:
+                        content[shape] += rounds
+                else:
+                    load, cell = heap[0]
+                    heapq.heapreplace(heap, (load + size, cell))
+                    contents[cell][shape] += 1
+                    left -= 1
         for load, cell in heap:
             loads[cell] = load
     worst = max(range(cells), key=loads.__getitem__)

@@ -180,7 +180,7 @@ class Attempt:
         for pool in typical_pools(self._members):
             for bucket in pool_buckets(self._members, pool, self._layout, limit) if pool.stage == 0 else ():
                 parts = [part.elements for parameter in bucket for part in parameter.parts]
-                matrices = tuple(index for parameter in bucket for index in parameter.matrices)
+                matrices = tuple(parameter.parts[0].matrices[0] for parameter in bucket)
                 outline = Outline(
                     elements=sum(parts), largest=max(parts), matrices=matrices, experts=pool.expert_rank is not None
                 )

@@ -30,6 +30,7 @@ class Outline:
     largest: int
     """The elements of the largest part that must have one owner."""
     matrices: tuple[int, ...]
+    """The first matrix of each parameter."""
     experts: bool = False
     """True for experts with an `expert_rank`."""
 

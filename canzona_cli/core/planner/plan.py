@@ -344,7 +344,10 @@ def _digest(content: Mapping[str, object]) -> str:
 
 def _fields_for_file(entry: Matrix | Bucket) -> dict[str, object]:
     """Returns the fields of a matrix or bucket for a plan file, without `expert_rank` if that is None."""
-    return {name: value for name, value in vars(entry).items() if name != "expert_rank" or value is not None}
+    values = {**vars(entry)}
+    if entry.expert_rank is None:
+        del values["expert_rank"]
+    return values
 
 
 def _execution_fields(shared_cost: SharedCost | None) -> dict[str, object]:
@@ -356,12 +359,13 @@ def _execution_fields(shared_cost: SharedCost | None) -> dict[str, object]:
 
 def _lines(content: Mapping[str, object]) -> Iterator[str]:
     """Yields the lines of a plan file: one for each value, and one for each entry of a list of entries."""
-    encode = json.JSONEncoder(allow_nan=False).encode  # `json.dumps` would make one for each of thousands of matrices
     for name, value in content.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
-            yield f'"{name}": [\n ' + ",\n ".join(map(encode, value)) + "\n]"
+            # All entries are encoded in one call, which is faster, with a separator that occurs in no text.
+            entries = json.dumps(value, allow_nan=False, separators=(",\0", ": "))[1:-1]
+            yield f'"{name}": [\n ' + entries.replace("},\0{", "},\n {").replace("\0", " ") + "\n]"
         else:
-            yield f'"{name}": {encode(value)}'
+            yield f'"{name}": {json.dumps(value, allow_nan=False)}'
 
 
 @dataclass(frozen=True, kw_only=True)
