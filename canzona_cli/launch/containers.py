@@ -58,7 +58,8 @@ def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yields the settings that are paths, with their values."""
     data, run = config.data, config.run
     if data.source == "prepared":
-        yield from (("data.path", data.path),) if data.path else ()
+        named = (("data.path", data.path), ("data.validation", data.validation))
+        yield from ((key, path) for key, path in named if path)
         yield from (("data.blend", path) for path in data.blend or {})
     elif "/" in data.tokenizer:
         yield "data.tokenizer", data.tokenizer

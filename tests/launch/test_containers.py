@@ -22,11 +22,12 @@ def contained(
     *,
     path: str = "/scratch/corpus",
     root: str = "/scratch/runs",
+    validation: str | None = None,
     cache_dir: str | None = "/scratch/cache",
 ) -> RunConfig:
     """Returns a run in a container, whose paths are all below /scratch unless said otherwise."""
     config = run_config()
-    data = replace(config.data, source="prepared", path=path, cache_dir=cache_dir)
+    data = replace(config.data, source="prepared", path=path, validation=validation, cache_dir=cache_dir)
     cluster = replace(config.cluster, command=command, srun_args=srun_args, setup=setup)
     return replace(config, cluster=cluster, data=data, run=replace(config.run, root=root, dir=None))
 
@@ -62,9 +63,10 @@ def test_paths_below_a_mount_are_accepted(command: tuple[str, ...], srun_args: t
 def test_paths_that_the_container_lacks_are_refused_one_by_one(
     command: tuple[str, ...], srun_args: tuple[str, ...]
 ) -> None:
-    problems = [*container_problems(contained(command, srun_args))]
+    problems = [*container_problems(contained(command, srun_args, validation="/scratch/held-out"))]
     assert [(problem.key, problem.value) for problem in problems] == [
         ("data.path", "/scratch/corpus"),
+        ("data.validation", "/scratch/held-out"),
         ("run.root", "/scratch/runs"),
         ("data.cache_dir", "/scratch/cache"),
     ]
