@@ -268,6 +268,8 @@ class Attempt:
     def _buckets(self, candidate: Candidate) -> tuple[Bucket, ...]:
         """Returns the buckets of all pools. The buckets of alike pools are reduced and gathered in the same ways."""
         alike = alike_pools(self._members)
+        if all(pool == first for pool, first in alike.items()):
+            return candidate.buckets
         typical: dict[Pool, list[Bucket]] = defaultdict(list)
         for bucket in candidate.buckets:
             typical[Pool(bucket.stage, bucket.expert_rank)].append(bucket)

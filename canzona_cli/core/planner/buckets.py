@@ -214,7 +214,7 @@ def _cut(parameters: Sequence[Parameter], limit: int | None, even: int) -> list[
     for parameter in reversed(parameters):
         bucket.append(parameter)
         filled = align(filled) + parameter.elements
-        for part in parameter.parts:
+        for part in parameter.parts if even > 1 else ():
             uneven[part.elements] = (uneven[part.elements] + 1) % even
         if limit is None or filled < limit:
             continue
@@ -255,13 +255,19 @@ def buckets(
     """The first of several alike pools with the same owners, and its buckets, by what is alike."""
     for pool in members if chosen_pools is None else chosen_pools:
         owners = tuple([assignment.cells[m.index].reducing_rank(m, layout) for m in members[pool]])
-        key = alike[pool], owners
-        if key not in filled:
+        key, first_index = (alike[pool], owners), bucket_counts[pool.stage]
+        if key in filled:
+            first_pool, of_pool = filled[key]
+            of_pool = list(copy_buckets(of_pool, members[first_pool], members[pool], pool, first_index))
+        else:
             cut_pool = pool_buckets(matrices, pool, layout, bucket_elements)
             owner_of = dict(zip([matrix.index for matrix in members[pool]], owners, strict=True))
-            filled[key] = pool, [_lay_out(bucket, owner_of, pool, layout, settings) for bucket in cut_pool]
-        first_pool, of_pool = filled[key]
-        made += copy_buckets(of_pool, members[first_pool], members[pool], pool, bucket_counts[pool.stage])
+            of_pool = [
+                _lay_out(bucket, owner_of, pool, layout, settings, index)
+                for index, bucket in enumerate(cut_pool, first_index)
+            ]
+            filled[key] = pool, of_pool
+        made += of_pool
         bucket_counts[pool.stage] += len(of_pool)
     return tuple(made)
 
@@ -288,9 +294,9 @@ def copy_buckets(
 
 
 def _lay_out(
-    bucket: Sequence[Parameter], owner_of: Mapping[int, int], pool: Pool, mesh: Mesh, settings: PlanSettings
+    bucket: Sequence[Parameter], owner_of: Mapping[int, int], pool: Pool, mesh: Mesh, settings: PlanSettings, index: int
 ) -> Bucket:
-    """Returns a bucket with these parameters.
+    """Returns the `index`-th bucket of its stage, which has these parameters.
 
     Args:
         owner_of: the owner of each matrix, by index, numbered as in the ranges of buckets.
@@ -298,7 +304,7 @@ def _lay_out(
     owned = [_Owned(item, tuple([owner_of[part.matrices[0]] for part in item.parts])) for item in bucket]
     order = _order_by_owner(owned) if settings.strategy == "canzona" else owned
     starts, end = _place_consecutively([item.parameter for item in order])
-    return _fill_bucket(zip(starts, order, strict=True), bucket_end(end, mesh.reducers(pool.expert_rank)), pool)
+    return _fill_bucket(zip(starts, order, strict=True), bucket_end(end, mesh.reducers(pool.expert_rank)), pool, index)
 
 
 class _Owned(NamedTuple):
@@ -382,8 +388,8 @@ def _place_consecutively(parameters: Iterable[Parameter]) -> tuple[list[int], in
     return starts, end
 
 
-def _fill_bucket(placed: Iterable[tuple[int, _Owned]], elements: int, pool: Pool) -> Bucket:
-    """Returns a bucket of `elements` elements, which is not numbered yet.
+def _fill_bucket(placed: Iterable[tuple[int, _Owned]], elements: int, pool: Pool, index: int) -> Bucket:
+    """Returns a bucket of `elements` elements.
 
     Args:
         placed: each parameter with its start in the bucket, ascending.
@@ -398,7 +404,7 @@ def _fill_bucket(placed: Iterable[tuple[int, _Owned]], elements: int, pool: Pool
             start += part.elements
             used += part.elements
     return Bucket(
-        index=0,
+        index=index,
         stage=pool.stage,
         expert_rank=pool.expert_rank,
         parameters=tuple(names),
@@ -423,7 +429,7 @@ def even_bucket(by_owner: Sequence[Sequence[Parameter]], pool: Pool) -> Bucket:
         for owner, (parameters, (starts, _)) in enumerate(zip(by_owner, positions, strict=True))
         for parameter, start in zip(parameters, starts, strict=True)
     )
-    return replace(_fill_bucket(placed, shard * len(by_owner), pool), reduction="ring", gathering="ring")
+    return replace(_fill_bucket(placed, shard * len(by_owner), pool, 0), reduction="ring", gathering="ring")
 
 
 def _extend(
