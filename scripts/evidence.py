@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Trains a small recipe with each optimizer at its best learning rates, and writes the raw results and their tables.
 
-    python scripts/evidence.py RUNS [--recipe qwen3-tiny] [KEY=VALUE ...]      # an hour and a half on a free core
+    python scripts/evidence.py RUNS [--recipe qwen3-tiny] [KEY=VALUE ...]      # about 45 runs
     python scripts/evidence.py [--check]              # only the tables, from the raw results
 
 The runs are three sweeps by `canzona train --sweep`, in folders of RUNS; finished runs are not repeated, so the same
