@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Trains a small recipe with each optimizer at its best learning rates, and writes the raw results and their tables.
 
-    python scripts/evidence.py RUNS [--recipe qwen3-tiny] [KEY=VALUE ...]      # an hour and a half on a free core
+    python scripts/evidence.py RUNS [--recipe qwen3-tiny] [KEY=VALUE ...]      # about 45 runs
     python scripts/evidence.py [--check]              # only the tables, from the raw results
 
 The runs are three sweeps by `canzona train --sweep`, in folders of RUNS; finished runs are not repeated, so the same
@@ -38,7 +38,7 @@ from canzona_cli.records.corpus import PreparedCorpus
 from canzona_cli.records.files import RunFiles
 from canzona_cli.records.statistics import paired_p
 from canzona_cli.records.summary import load_summary
-from canzona_cli.records.words import MISSING
+from canzona_cli.records.words import MISSING, plural
 
 PAGE = Path(__file__).parents[1] / "recipes" / "EVIDENCE.md"
 RAW = PAGE.with_name("evidence")
@@ -67,7 +67,8 @@ class Trained:
     loss: float
     """The last training loss."""
     step_s: float
-    """The shortest mean time of `PERIOD` consecutive steps in seconds: other programs only lengthen it."""
+    """The shortest mean time of `PERIOD` consecutive steps in seconds. It says nothing if other programs ran
+    beside the run, so no table has it."""
 
     @property
     def steps(self) -> int:
@@ -228,17 +229,15 @@ def seeds_table(found: Evidence) -> Table:
         finals = [run.final for run in runs]
         behind = [next_best[run.seed].final - run.final for run in runs if run.seed in next_best]
         steps = fmean(run.steps_to(last[run.seed].final) for run in runs)
-        step_s = min(run.step_s for run in runs)
-        amounts = (f"{steps:.0f}", f"{steps * found.tokens_per_step:,.0f}", f"{step_s:.2f}", f"{steps * step_s:.0f}")
-        rows.append([f"`{name}`", f"{lowest([*runs]).lr:g}", _spread(finals), _margin(behind), *amounts])
-    seeds = ", ".join(map(str, sorted(last)))
+        tokens = f"{steps * found.tokens_per_step:,.0f}"
+        rows.append([f"`{name}`", f"{lowest([*runs]).lr:g}", _spread(finals), _margin(behind), f"{steps:.0f}", tokens])
     caption = (
-        f"Each optimizer at its best rates with the seeds {seeds}: the mean validation loss after "
+        f"Each optimizer at its best rates with {plural(len(last), 'seed')}: the mean validation loss after "
         f"{found.lr[0].steps} steps ± its standard deviation over seeds; how much lower that is than the next row's "
-        "with the same seed (p by the paired t-test); and steps, tokens and seconds until the validation loss that "
+        "with the same seed (p by the paired t-test); and steps and tokens until the validation loss that "
         f"`{ranked[-1]}` has at the end."
     )
-    columns = ("optimizer", "`lr`", "loss", "below the next", "steps", "tokens", "s a step", "s")
+    columns = ("optimizer", "`lr`", "loss", "below the next", "steps", "tokens")
     return Table(caption=caption, columns=columns, rows=rows)
 
 

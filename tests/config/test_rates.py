@@ -25,9 +25,9 @@ def test_a_recipe_may_have_a_learning_rate_for_each_optimizer() -> None:
         return own.lr, own.min_lr
 
     assert rates() == (0.005, 0.0005)
-    assert rates("optimizer=soap") == (0.002, 0.0002)
+    assert rates("optimizer=soap") == (0.001, 0.0001)
     assert rates("optimizer=soap", "optimizer.lr=0.004") == (0.004, 0.0004)
-    assert rates("optimizer=soap", "optimizer.min_lr=0.001") == (0.002, 0.001)
+    assert rates("optimizer=soap", "optimizer.min_lr=0.0005") == (0.001, 0.0005)
     assert rates("optimizer=normuon", "optimizer.lrs={normuon:0.003}") == (0.003, 0.0003)
     assert rates("optimizer.lr=0.004", "optimizer.lrs={muon:0.003}") == (0.004, 0.0004)
     with pytest.raises(ConfigError, match=r"optimizer\.lrs"):
@@ -43,7 +43,7 @@ def test_a_custom_optimizer_begins_with_the_rate_of_adamw_unless_it_has_one_itse
 
     recipe = compose_run(["recipe=qwen3-tiny"]).config.optimizer.lr
     adamw = compose_run(["recipe=qwen3-tiny", "optimizer=adamw"]).config.optimizer.lr
-    assert rate() == (adamw, 0.0002, 2)
+    assert rate() == (adamw, 0.0001, 2)
     assert adamw < recipe
     assert rate("optimizer.lrs={custom:0.01}")[:2] == (0.01, 0.001)
     assert rate("optimizer.lr=0.05", "optimizer.cost_like=adamw") == (0.05, 0.005, 0)
@@ -54,7 +54,7 @@ def test_a_custom_optimizer_begins_with_the_rate_of_adamw_unless_it_has_one_itse
 @pytest.mark.parametrize(
     ("overrides", "rates"),
     [
-        ("", (0.002, 0.0002)),
+        ("", (0.001, 0.0001)),
         ("optimizer.lr=0.004", (0.004, 0.0004)),
         ("optimizer.lr=0.003 optimizer.min_lr=0.001", (0.003, 0.001)),
     ],
@@ -82,7 +82,7 @@ def test_what_a_short_recipe_sets_and_what_is_typed(tmp_path: Path) -> None:
         return config.optimizer.lr, config.optimizer.min_lr, config.train.global_batch_size
 
     assert run() == (0.003, 0.0003, None)
-    assert run("optimizer=soap")[0] == 0.002, "the recipe's rate is Muon's"
+    assert run("optimizer=soap")[0] == 0.001, "the recipe's rate is Muon's"
     assert run("optimizer.lrs={muon:0.004}")[0] == 0.004
     assert run("optimizer.lr=0.001", "train.global_batch_size=8") == (0.001, 0.0001, 8)
 

@@ -39,10 +39,13 @@ def test_the_page_has_the_tables_of_the_raw_results() -> None:
 
 @pytest.mark.parametrize("found", RAW, ids=lambda found: found.recipe)
 def test_recipes_have_the_best_rates_of_the_raw_results(found: Evidence) -> None:
+    """Rates of matrices may be those of a loss that is higher by less than seeds differ: 0.02."""
     for name in evidence.OPTIMIZERS:
         optimizer = compose_run([f"recipe={found.recipe}", f"optimizer={name}"]).config.optimizer
-        best = evidence.lowest(evidence.of(name, found.lr))
-        assert (optimizer.lr, optimizer.adamw_lr) == (best.lr, evidence.best_adamw_lr(found.adamw_lr)), name
+        tried = evidence.of(name, found.lr)
+        (own,) = [run for run in tried if run.lr == optimizer.lr]
+        assert own.final < evidence.lowest(tried).final + 0.02, name
+        assert optimizer.adamw_lr == own.adamw_lr == evidence.best_adamw_lr(found.adamw_lr)
 
 
 def test_every_optimizer_has_one_adamw_rate_and_a_ladder_that_ends_beyond_its_best(
