@@ -127,7 +127,7 @@ def test_ranks_hold_what_the_plan_says(lined: LineUp, together: dict[str, Sample
 def test_strategies_agree_unless_one_computes_something_else(lined: LineUp, together: dict[str, Samples]) -> None:
     assert disagreements(result_of(lined, together)) == []
     config = configs(lined)["sc"]
-    faster = replace(config, optimizer=replace(config.optimizer, lr=2 * config.optimizer.lr))
+    faster = replace(config, optimizer=replace(config.optimizer, lr=2 * config.optimizer.lr, adamw_lr=None))
     wrong = {**together, **held(lined, {"sc": faster})}
     (problem,) = disagreements(result_of(lined, wrong))
     assert problem.key.startswith("sc, step ")

@@ -84,7 +84,7 @@ def start_stand_in(
         return LaunchCommand(argv=argv, environment=environment(config))
 
     monkeypatch.setattr(torchrun, "build", build)
-    monkeypatch.setattr(train_run, "ensure_corpus", lambda *_: CORPUS)
+    monkeypatch.setattr(train_run, "ensure_corpus", lambda *_, **__: CORPUS)
 
 
 def canzona_process(

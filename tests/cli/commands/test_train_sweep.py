@@ -111,7 +111,7 @@ def test_a_sweep_is_an_array_of_as_many_tasks_as_runs(tmp_path: Path) -> None:
     assert "    --sweep" in lines, "each task reads the sweep again and takes its part"
     some = canzona(*arguments, "--array", "0,2%1", "--json", cwd=tmp_path)
     assert "#SBATCH --array=0,2%1\n" in json.loads(some.stdout)["script"]
-    assert canzona(*arguments, "--needs", cwd=tmp_path).stdout == "1 0\n"
+    assert canzona(*arguments, "--needs", cwd=tmp_path).stdout == f"1 0 {tmp_path / 'runs' / 'slurm'}\n"
     outside = canzona(*arguments, "--array", "2-3", cwd=tmp_path, code=2)
     assert "only tasks 0 to 2" in " ".join(outside.stderr.split())
     machines = canzona("slurm", "recipe=qwen3-8b", "--sweep", "gpus=8,16", cwd=tmp_path, code=2)
