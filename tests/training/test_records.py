@@ -111,7 +111,7 @@ def test_the_journal_appends_whole_lines(files: RunFiles) -> None:
     assert [line["step"] for line in lines] == [1, 2]
     # Names other tools rely on.
     assert set(lines[0]) == {
-        *("step", "loss", "lr", "grad_norm", "tokens_per_s", "step_s", "tokens", "time"),
+        *("step", "loss", "lr", "adamw_lr", "grad_norm", "tokens_per_s", "step_s", "tokens", "time"),
         *("skipped", "fallbacks", "balancing_loss", "expert_load", "captures"),
     }
     event = _read(files.events)

@@ -112,8 +112,8 @@ def test_the_last_lines_of_an_import_have_the_next_command_and_its_data(tmp_path
     program, *words = shlex.split(command.partition("Train it with: ")[2])
     assert program == "canzona"
     text = IndexedDatasetBuilder(f"{tmp_path}/text.bin", dtype=np.int32)
-    for _ in range(100):
-        text.add_document(np.arange(100), [100])
+    for number in range(100):
+        text.add_document((number + np.arange(100)) % 128, [100])
     text.finalize(f"{tmp_path}/text.idx")
     known = {"gpus=N": "gpus=1", "cluster=NAME": "cluster=cpu", "data.path=PREFIX": f"data.path={tmp_path}/text"}
     assert known.keys() < set(words)

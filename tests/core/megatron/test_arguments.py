@@ -108,7 +108,7 @@ def test_what_megatron_prints_is_read_as_the_command_line_is(
     assert len(printed.no_effect) > 400
     assert (printed.not_understood, printed.assumed) == ((), ())
     assert config_of(printed) == config_of(listed)
-    for what in ("optimizer", "distributed", "tp_mode", "overlaps"):
+    for what in ("optimizer", "distributed", "tp_mode", "tp_overlap", "dispatch_overlap"):
         assert getattr(printed, what) == getattr(listed, what)
     assert len(printed.left_out) == len(listed.left_out)
     assert len(printed.plans_only) == len(listed.plans_only)
