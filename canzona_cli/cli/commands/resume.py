@@ -27,6 +27,9 @@ def resume(
     dry_run: Annotated[
         bool, Option("--dry-run", help="Print the resolved run and the checkpoint to resume; start nothing.")
     ] = False,
+    show_config: Annotated[
+        bool, Option("--config", help="With --dry-run: also print all settings and the torchrun command.")
+    ] = False,
     quiet: Annotated[
         bool, Option("--quiet", "-q", help="Print only warnings, errors and one line at the end.")
     ] = False,
@@ -60,4 +63,4 @@ def resume(
     # A run that resumed from a named step has newer checkpoints by now.
     if step_of(load_resolved(run_dir / WRITTEN).checkpoint.resume) is not None:
         arguments.insert(1, "checkpoint.resume=auto")
-    train(arguments, dry_run=dry_run, quiet=quiet, as_json=as_json, recipes_dir=recipes_dir)
+    train(arguments, dry_run=dry_run, show_config=show_config, quiet=quiet, as_json=as_json, recipes_dir=recipes_dir)
