@@ -153,6 +153,8 @@ def verdict_text(ranking: Ranking) -> str | None:
     if verdict.p is None:
         return f"{lower}; no verdict: {seeds}, and a verdict needs {JUDGED_SEEDS}"
     test = f"(paired t-test, p = {number(verdict.p, '.2g')})"
+    if verdict.better and len(ranking.groups) > 1 and any(group.edges for group in ranking.groups[:2]):
+        return f"{lower} over {seeds} {test}, but only at the rates tried: a best rate is the lowest or highest of them"
     if verdict.better:
         return f"{best} is better than {second}: lower by {_loss(verdict.gap)} over {seeds} {test}"
     gap = _loss(abs(verdict.gap))

@@ -54,6 +54,18 @@ def test_every_run_has_a_line_if_asked(sweep: Path) -> None:
         assert line[1] in OPTIMIZERS
 
 
+def test_no_group_is_called_better_whose_best_rate_is_at_the_edge(tmp_path: Path) -> None:
+    losses = {
+        (name, lr): {seed: loss - lr + 0.001 * seed for seed in (1, 2, 3)}
+        for name, loss in (("muon", 2.0), ("soap", 3.0))
+        for lr in (0.01, 0.02)
+    }
+    text = words(printed(RankingView(ranking=ranked(add_sweep(tmp_path, losses))), 120))
+    assert "muon is lower than soap by 1.0000 over 3 shared seeds" in text
+    assert "but only at the rates tried" in text
+    assert "better" not in text
+
+
 def test_a_rate_at_the_edge_and_a_missing_verdict_are_said(tmp_path: Path) -> None:
     losses = {(name, lr): {1: loss - lr} for name, loss in (("muon", 2.0), ("soap", 3.0)) for lr in (0.01, 0.02)}
     losses |= {("adamw", 0.001): {1: 4.0}}
