@@ -114,7 +114,7 @@ def test_a_run_that_diverges_after_it_was_resumed(tmp_path: Path) -> None:
     assert not [line for line in lines(files.events) if line.get("level") == "warning"]
     first = lines(files.metrics)[0]["loss"]
 
-    high = ("train.steps=60", "optimizer.lr=5")
+    high = ("train.steps=60", "optimizer.lr=5", "optimizer.adamw_lr=5")
     lost = forked_run(files.root, *two, *high)
     assert (lost.status, lost.exit_code) == ("diverged", 70)
     events = lines(files.events)
