@@ -23,7 +23,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -36,6 +35,7 @@ from canzona_cli.core.errors import ExitCode
 from canzona_cli.records.codec import load
 from canzona_cli.records.corpus import PreparedCorpus
 from canzona_cli.records.files import RunFiles
+from canzona_cli.records.groups import first_step_at
 from canzona_cli.records.statistics import paired_p
 from canzona_cli.records.summary import load_summary
 from canzona_cli.records.words import MISSING, plural
@@ -81,10 +81,8 @@ class Trained:
     def steps_to(self, loss: float) -> float:
         """Returns the step at which the validation loss first fell to `loss`, interpolated between validations, or
         the last step if it never did."""
-        for (step, before), (next_step, after) in pairwise(self.validation):
-            if after <= loss:
-                return step + (next_step - step) * (before - loss) / (before - after)
-        return self.steps
+        step = first_step_at(self.validation, loss)
+        return self.steps if step is None else step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +128,7 @@ def read(run_dir: Path) -> Trained | None:
     return Trained(
         optimizer=optimizer.name,
         lr=optimizer.lr,
-        adamw_lr=optimizer.lr if optimizer.adamw_lr is None else optimizer.adamw_lr,
+        adamw_lr=optimizer.adamw_rates.lr,
         seed=run.config.train.seed,
         ranks=run.config.gpus,
         validation=tuple((step, round(loss, 5)) for step, loss in run.validations if loss is not None),

@@ -174,12 +174,7 @@ class Ranking:
     def reached(self, line: Group) -> float | None:
         """Returns the step at which a group's mean curve reached the target, interpolated between two losses; None if
         it did not."""
-        curve, target = self.mean_curve(line), self.target
-        index = next((index for index, (_, loss) in enumerate(curve) if target is not None and loss <= target), None)
-        if not index or target is None:
-            return None if index is None else curve[0][0]
-        (before, above), (step, loss) = curve[index - 1 : index + 1]
-        return before + (above - target) / (above - loss) * (step - before)
+        return None if self.target is None else first_step_at(self.mean_curve(line), self.target)
 
     @cached_property
     def verdict(self) -> Verdict | None:
@@ -247,6 +242,16 @@ def rank(comparison: RunComparison) -> Ranking:
     step = _common_step(parts, by)
     groups = (Group(settings=settings, trials=_trials(group, rates, by, step)) for settings, group in members.values())
     return Ranking(comparison=comparison, by=by, step=step, rates=rates, groups=tuple(_sorted(groups)))
+
+
+def first_step_at(curve: Sequence[tuple[int, float]], target: float) -> float | None:
+    """Returns the step at which a curve of (step, loss) pairs first falls to a loss, interpolated between two pairs;
+    None if it does not."""
+    index = next((index for index, (_, loss) in enumerate(curve) if loss <= target), None)
+    if not index:
+        return None if index is None else curve[0][0]
+    (before, above), (step, loss) = curve[index - 1 : index + 1]
+    return before + (above - target) / (above - loss) * (step - before)
 
 
 def losses_of(run: RunSummary, by: By) -> dict[int, float]:

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from canzona_cli.core.costs.scratch import FP32, momentary_bytes
 from canzona_cli.core.model.families import family_of, replicated_parameters
-from canzona_cli.core.model.family import Family
+from canzona_cli.core.model.family import Family, Weight, Work
 from canzona_cli.core.model.matrices import Shape, layer_on_rank
 from canzona_cli.core.optimizers.facts import Algorithm
 from canzona_cli.core.setup import Execution, Layout, Mesh, ModelConfig, Recompute, Setup
@@ -138,18 +138,25 @@ def _fp8_inputs(setup: Setup, family: Family, layout: Layout) -> int:
     keeps its output in bf16. Transformer Engine's modules keep the copy along columns only."""
     if setup.train.fp8 == "none":
         return 0
-    tokens, stream = micro_batch_tokens(setup, layout), stream_elements(setup, layout)
     grown = 0
     for work in family.modules(setup.model):
-        if work.experts > 1:
-            copies = tokens * work.experts_per_token * layout.expert_tp // layout.tp
-            width = work.weight.cols // (layout.expert_tp if work.weight.cut == "cols" else 1)
-            grown -= copies * width
-        elif work.weight.cut == "cols":
-            grown += (1 if work.part == "proj" else -1) * tokens * work.weight.cols // layout.tp
+        if work.experts > 1 or work.weight.cut == "cols":
+            elements = module_tokens(setup, layout, work) * held_weight(layout, work).cols
         else:
-            grown -= stream
+            elements = stream_elements(setup, layout)
+        grown += elements if work.part == "proj" else -elements
     return grown
+
+
+def held_weight(layout: Layout, work: Work) -> Weight:
+    """Returns the part of a module's weight, or of one expert's weight, that a rank stores."""
+    return work.weight.stored(layout.expert_tp if work.experts > 1 else layout.tp)
+
+
+def module_tokens(setup: Setup, layout: Layout, work: Work) -> int:
+    """Returns the tokens of a micro-batch on a rank that a module's weights multiply: with experts, copies of them."""
+    tokens = micro_batch_tokens(setup, layout)
+    return tokens if work.experts == 1 else tokens * work.experts_per_token * layout.expert_tp // layout.tp
 
 
 def weight_copies(setup: Setup, layout: Layout, stage: int) -> int:

@@ -17,11 +17,11 @@ from statistics import NormalDist
 from types import MappingProxyType
 from typing import NamedTuple
 
-from canzona_cli.core.costs.buffers import micro_batch_tokens, stream_elements
+from canzona_cli.core.costs.buffers import held_weight, micro_batch_tokens, module_tokens, stream_elements
 from canzona_cli.core.costs.links import Group, Groups, Link, Links, Transfer
 from canzona_cli.core.costs.update import Unit, matmul_rate, matmul_seconds, memory_rate, rates
 from canzona_cli.core.model.families import family_of
-from canzona_cli.core.model.family import Attention, Part, Weight, Work
+from canzona_cli.core.model.family import Attention, Part, Work
 from canzona_cli.core.setup import ClusterConfig, Fp8Recipe, Layout, Setup
 from canzona_cli.core.setup.execution import dispatcher_of
 
@@ -169,7 +169,7 @@ class ModuleTimes:
         config, layout, tokens = self._setup, self._layout, self._tokens
         products_s = products_seconds(config, layout, work)
         cast_s, cast_back_s = cast_seconds(config, layout, work)
-        weights = _held_experts(layout, work) * _held_weight(layout, work).elements
+        weights = _held_experts(layout, work) * held_weight(layout, work).elements
         moved_elements: float = work.stream * self._stream + tokens * (work.elements // layout.tp)
         moved_elements += tokens * work.copied * copy_passes(config, layout)
         core_s = core_backward_s = 0.0
@@ -315,11 +315,6 @@ def _head_passes(setup: Setup, attention: Attention) -> float:
     return 2.0 + 2.0 * (QK_NORM_PASSES if setup.cluster.fused_layers else 1.0)
 
 
-def _held_weight(layout: Layout, work: Work) -> Weight:
-    """Returns the part of a module's weight, or of one expert's weight, that a rank stores."""
-    return work.weight.stored(layout.expert_tp if work.experts > 1 else layout.tp)
-
-
 def _held_experts(layout: Layout, work: Work) -> int:
     """Counts a module's experts on one rank; 1 for a module without experts."""
     return work.experts // layout.ep if work.experts > 1 else 1
@@ -327,7 +322,7 @@ def _held_experts(layout: Layout, work: Work) -> int:
 
 def products_seconds(setup: Setup, layout: Layout, work: Work) -> float:
     """Returns the seconds that a module's matmuls take in the forward pass of a micro-batch."""
-    cluster, weight, experts = setup.cluster, _held_weight(layout, work), _held_experts(layout, work)
+    cluster, weight, experts = setup.cluster, held_weight(layout, work), _held_experts(layout, work)
     volume = float(_tokens(setup, layout, work) * weight.elements)
     side = volume ** (1 / 3)
     if cluster.device == "cuda" and experts > 1:
@@ -344,7 +339,7 @@ def cast_seconds(setup: Setup, layout: Layout, work: Work) -> tuple[float, float
     micro-batch, and the gradients of their outputs in the backward pass."""
     if setup.train.fp8 == "none":
         return 0.0, 0.0
-    weight = _held_weight(layout, work)
+    weight = held_weight(layout, work)
     row_s = (
         _held_experts(layout, work)
         * _tokens(setup, layout, work)
@@ -356,11 +351,8 @@ def cast_seconds(setup: Setup, layout: Layout, work: Work) -> tuple[float, float
 
 def _tokens(setup: Setup, layout: Layout, work: Work) -> int:
     """Returns the tokens of a micro-batch on a rank that one weight of a module multiplies."""
-    tokens = micro_batch_tokens(setup, layout)
-    if work.experts == 1:
-        return tokens
-    copies = tokens * work.experts_per_token * layout.expert_tp // layout.tp
-    return max(1, copies // _held_experts(layout, work))
+    tokens = module_tokens(setup, layout, work)
+    return tokens if work.experts == 1 else max(1, tokens // _held_experts(layout, work))
 
 
 def launch_seconds(cluster: ClusterConfig, seconds: float) -> float:
