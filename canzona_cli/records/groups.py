@@ -133,10 +133,13 @@ class Verdict:
     p: float | None
     """The probability of such a difference if both groups are equally good, by the paired t-test over shared seeds.
     None with fewer than `JUDGED_SEEDS`."""
+    at_edge: bool
+    """True if a best rate of either group is the lowest or the highest tried, so that another could be better."""
 
     @property
     def better(self) -> bool | None:
-        """True if the best group is better than the second; None if there are too few seeds to judge that."""
+        """True if the best group is better than the second at the rates tried; None if there are too few seeds to judge
+        that."""
         return None if self.p is None else self.p < SIGNIFICANCE and self.gap > 0
 
 
@@ -188,6 +191,7 @@ class Ranking:
             gap=statistics.fmean(differences) if differences else second.mean - best.mean,
             seeds=len(differences),
             p=paired_p(differences) if len(differences) >= JUDGED_SEEDS else None,
+            at_edge=len(self.groups) > 1 and any(group.edges for group in self.groups[:2]),
         )
 
     @property

@@ -153,10 +153,10 @@ def verdict_text(ranking: Ranking) -> str | None:
     if verdict.p is None:
         return f"{lower}; no verdict: {seeds}, and a verdict needs {JUDGED_SEEDS}"
     test = f"(paired t-test, p = {number(verdict.p, '.2g')})"
-    if verdict.better and len(ranking.groups) > 1 and any(group.edges for group in ranking.groups[:2]):
-        return f"{lower} over {seeds} {test}, but only at the rates tried: a best rate is the lowest or highest of them"
-    if verdict.better:
+    if verdict.better and not verdict.at_edge:
         return f"{best} is better than {second}: lower by {_loss(verdict.gap)} over {seeds} {test}"
+    if verdict.better:
+        return f"{lower} over {seeds} {test}, but only at the rates tried: a best rate is the lowest or highest of them"
     gap = _loss(abs(verdict.gap))
     return f"no verdict: {best} and {second} differ by {gap} over {seeds}, but seeds vary too much {test}"
 
