@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Prints every simulated table of the README and the bench manual as Markdown, and updates the documents.
+"""Prints every simulated table of the README and the manuals as Markdown, and updates the documents.
 
     python scripts/figures.py [--only TABLE] [--gpus 8,64] [--sizes qwen3-0.6b,...] [--write | --check]
 
@@ -24,16 +24,17 @@ from canzona_cli.config.resolve import resolve
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import DoesNotFit
 from canzona_cli.core.planner.make import make_plan
-from canzona_cli.core.setup import FastPath, Layout
+from canzona_cli.core.setup import FastPath, Layout, MuonTpMode
 from canzona_cli.core.setup.execution import AnyStrategy
 from canzona_cli.core.simulate.compare import Study, study_run
 from canzona_cli.core.simulate.predict import simulate_plan
-from canzona_cli.core.simulate.search import LayoutResult, fastest_with
+from canzona_cli.core.simulate.search import LayoutResult, fastest_with, search
 from canzona_cli.core.simulate.step import StrategyResult
 from canzona_cli.records.words import MISSING, layout_words, milliseconds, predicted_overhead, step_time
 
 ROOT = Path(__file__).parents[1]
 README, MANUAL = ROOT / "README.md", ROOT / "canzona_cli" / "bench" / "README.md"
+WAYS = ROOT / "canzona_cli" / "MUON.md"
 MODEL = "qwen3-32b"
 PLAIN = ("parallel.pp=1", "optimizer.form=standard")
 """The overrides for no pipeline stages and for Megatron's form of Muon in all strategies."""
@@ -45,6 +46,8 @@ BATCHES: Mapping[str, tuple[str, ...]] = {
 """The overrides for the number of tokens in a step, by that number. Built-in recipes of these sizes have 1 M."""
 BALANCED = ("qwen3-8b", "qwen3-14b", MODEL, "qwen3-30b-a3b")
 """The recipes of the table `balance`."""
+WAYS_OF = (("qwen3-8b", 64), (MODEL, 256), (MODEL, 1024), ("qwen3-30b-a3b", 64))
+"""The recipes and the numbers of GPUs of the table `ways`."""
 PAPERS_LAYOUT = ("parallel.tp=8", "parallel.pp=1")
 PAPERS_GPUS = 256
 PESSIMISTIC = (
@@ -304,6 +307,39 @@ def optimizers_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
     )
 
 
+def ways_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
+    """Makes the table of the ways to run Muon in Megatron-LM, each in the layout that is fastest for it."""
+    rows: list[list[str]] = []
+    for recipe, count in WAYS_OF:
+        studied, adamw = study(recipe, count), best(recipe, count, "adamw")
+        if count not in gpus or studied is None:
+            continue
+        setup = compose_run([f"recipe={recipe}", f"gpus={count}", "cluster=h100-80g"]).config.setup
+        ways: dict[str, LayoutResult | None] = {"AdamW": adamw}
+        for mode in get_args(MuonTpMode):
+            layerwise = fastest_with(setup, "layerwise", studied.layout, tp_modes=(mode,))
+            without_tp = layerwise is not None and layerwise.layout.tp == 1
+            ways["layer-wise, any mode" if without_tp else f"layer-wise, `{mode}`"] = layerwise
+        for strategy in ("paper", "canzona"):
+            planned = replace(setup, engine=replace(setup.engine, strategy=strategy))
+            ways[f"`{strategy}`"] = next(iter(search(planned).best), None)
+        rows.extend([
+            f"{recipe.removeprefix('qwen3-')}, {count:,}",
+            way,
+            MISSING if result is None else words(result.layout),
+            MISSING if result is None else _described(result),
+            MISSING if result is None else f"{result.memory_bytes / 2**30:.1f} GiB",
+            MISSING if result is adamw else predicted_overhead(relative_overhead(result, adamw)),
+        ] for way, result in ways.items())  # fmt: skip
+    return Table(
+        caption="Computed with `recipe=MODEL gpus=GPUS`, with 1 M tokens a step: the iteration and, in brackets, its "
+        "optimizer step, and the memory of the fullest GPU. Each way has the layout and the size of buckets with which "
+        "it is fastest:",
+        columns=("model, GPUs", "way", "layout", "iteration", "memory", "over AdamW"),
+        rows=rows,
+    )
+
+
 LARGE = (64, 256, 1024)
 TABLES: Mapping[str, tuple[Path, tuple[int, ...], Callable[[Sequence[int], Sequence[str]], Table]]] = {
     "best": (README, LARGE, best_table),
@@ -312,6 +348,7 @@ TABLES: Mapping[str, tuple[Path, tuple[int, ...], Callable[[Sequence[int], Seque
     "sizes": (MANUAL, (8, *LARGE), sizes_table),
     "arithmetics": (MANUAL, LARGE, arithmetics_table),
     "optimizers": (MANUAL, (PAPERS_GPUS,), optimizers_table),
+    "ways": (WAYS, LARGE, ways_table),
 }
 """The document, the numbers of GPUs and the function of each table, by the table's name."""
 

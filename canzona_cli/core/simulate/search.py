@@ -152,18 +152,22 @@ def search(setup: Setup, count: int = 1, memory: SearchMemory | None = None) -> 
 
 
 def fastest_with(
-    setup: Setup, strategy: AnyStrategy, planned: Layout, memory: SearchMemory | None = None
+    setup: Setup,
+    strategy: AnyStrategy,
+    planned: Layout,
+    memory: SearchMemory | None = None,
+    tp_modes: Sequence[MuonTpMode] = RELEASED_TP_MODES,
 ) -> LayoutResult | None:
     """Returns the fastest layout of the run with another strategy, which needs no plan; None if no layout
     fits in memory.
 
-    Megatron's Muon is simulated in every mode that the supported Megatron can run. The planned layout is
-    always simulated too, because a search with a limit on simulations may miss it. On GPUs, the fastest
-    layout is also simulated with the bucket sizes that are tried for plans, because a user of this strategy
-    could set them with `parallel.bucket_elements`.
+    Megatron's Muon is simulated in each of `tp_modes`, by default all that the supported Megatron can run.
+    The planned layout is always simulated too, because a search with a limit on simulations may miss it. On
+    GPUs, the fastest layout is also simulated with the bucket sizes that are tried for plans, because a user
+    of this strategy could set them with `parallel.bucket_elements`.
     """
     other = with_strategy(setup, strategy)
-    runs = [with_tp_mode(other, mode) for mode in RELEASED_TP_MODES] if has_tp_modes(other) else [other]
+    runs = [with_tp_mode(other, mode) for mode in tp_modes] if has_tp_modes(other) else [other]
     same_layout = [_simulate(run, planned) for run in runs if estimate(run, planned).fits]
     searched = [result for run in runs for result in search(run, memory=memory).best]
     results = [*searched, *(simulated.complete() for simulated in same_layout if simulated)]
