@@ -23,6 +23,8 @@ from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import argument_utils, arguments, initialize, training
 from megatron.training.argument_utils import core_transformer_config_from_args, pretrain_cfg_container_from_args
 from torch.distributed import distributed_c10d
@@ -32,6 +34,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
 from canzona_cli import use_in_megatron_lm
 from canzona_cli.core.megatron import cpu_backend
+from canzona_cli.core.megatron.experts import leave_routers_to_adamw
 from canzona_cli.core.megatron.matrix_buffers import global_parameters
 from tests.cli.commands.support import ready_to_fork
 from tests.dist.ranks import run_ranks
@@ -177,6 +180,7 @@ def model_of(
         vp_stage=vp_stage,
         pg_collection=pg_collection,
     )
+    leave_routers_to_adamw(model)  # Megatron's Muon takes them for matrices
     models.append(model)
     return model
 
@@ -235,6 +239,15 @@ class TorchsAdamW(DistributedOptimizer):  # type: ignore[misc]
         _SET_STATES(self, param, {"step": None, **tensors})
 
 
+def norm_of(_: type, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **__: object) -> torch.nn.Module:
+    """Makes a norm that, unlike Megatron's without Transformer Engine, also works with sequence parallelism, which
+    experts on several tensor-parallel ranks need."""
+    norm = (torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm)(hidden_size, eps=eps)
+    for param in norm.parameters():
+        param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return norm
+
+
 _SHARDED_STATE_DICT, _LOAD_STATE_DICT = DistributedOptimizer.sharded_state_dict, DistributedOptimizer.load_state_dict
 _SET_STATES = DistributedOptimizer._set_main_param_and_optimizer_states
 
@@ -257,6 +270,7 @@ def stand_ins() -> Iterator[None]:
         (initialize.inprocess_restart, "maybe_force_nccl_backend_init", zero),
         (arguments, "get_device_arch_version", lambda: 10),
         (argument_utils.ArgumentGroupFactory, "_get_field_docstrings", lambda *_: {}),  # by parsing Megatron's sources
+        (WrappedTorchNorm, "__new__", norm_of),
         *((DistributedOptimizer, name, value) for name, value in vars(TorchsAdamW).items() if callable(value)),
     )
     for owner, name, value in replaced:

@@ -11,12 +11,18 @@ from canzona_cli.core.errors import Unsupported
 if TYPE_CHECKING:  # Megatron-LM's training takes seconds to import
     from tests.library.pretraining import Pretrained
 
+EXPERTS = (
+    *("--num-experts", "4", "--moe-ffn-hidden-size", "96", "--moe-router-topk", "2", "--moe-router-dtype", "fp32"),
+    *("--moe-router-load-balancing-type", "seq_aux_loss", "--moe-aux-loss-coeff", "0.01"),
+    *("--moe-token-dispatcher-type", "alltoall"),
+)
 SHARDED = ("--use-distributed-optimizer",)
 OVERLAP = (*SHARDED, "--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "20000")
 TP, PP = ("--tensor-model-parallel-size", "2"), ("--pipeline-model-parallel-size", "2")
 VPP = (*PP, "--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1")
 FP32 = ("--muon-fp32-matmul-prec", "high")  # Megatron's default, medium, may round fp32 products to bf16
 BF16 = ("--bf16", "--accumulate-allreduce-grads-in-fp32")
+EP = ("--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1")
 CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tp2 clipped": ((*FP32, *TP, "--clip-grad", "0.3"), SHARDED),
     "dp2": (FP32, SHARDED),
@@ -25,8 +31,18 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "dp2 per token, overlapped": ((*FP32, "--calculate-per-token-loss"), OVERLAP),
     "dp2 bf16": (BF16, SHARDED),
     "tp2 bf16 overlapped": ((*TP, *BF16), OVERLAP),
+    "ep2": ((*FP32, *EXPERTS, *EP), SHARDED),
+    "ep2 on 4 ranks, overlapped": ((*FP32, *EXPERTS, *EP), OVERLAP),
+    "ep2 tp2 on 4 ranks": ((*FP32, *EXPERTS, *EP, *TP, "--sequence-parallel"), SHARDED),
+    "ep2 pp2 on 4 ranks, overlapped": ((*FP32, *EXPERTS, *EP, *PP), OVERLAP),
+    "experts on each rank, dp2": ((*FP32, *EXPERTS), SHARDED),
+    "ep2 bf16": ((*BF16, *EXPERTS, *EP), SHARDED),
+    "ep2 tp2 on 4 ranks, bf16": ((*BF16, *EXPERTS, *EP, *TP, "--sequence-parallel"), OVERLAP),
+    "ep2 pp2 on 4 ranks, bf16": ((*BF16, *EXPERTS, *EP, *PP), SHARDED),
 }
 """Arguments of both runs, and further ones of canzona's."""
+SHOWN = ("tp2 clipped", "ep2")
+"""The cases that every change runs; sweeps run the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +74,7 @@ def _relative(ones: list[float], others: list[float]) -> float:
 
 
 @pytest.mark.parametrize(
-    "case", [*list(CASES)[:1], *(pytest.param(case, marks=pytest.mark.sweep) for case in list(CASES)[1:])]
+    "case", [case if case in SHOWN else pytest.param(case, marks=pytest.mark.sweep) for case in CASES]
 )
 def test_pretrain_with_canzona_is_pretrain_with_megatrons_muon(case: str) -> None:
     """fp32: a few roundings apart. bf16: as far apart as Megatron's layer-wise optimizer and its duplicated Muon, which
@@ -67,8 +83,9 @@ def test_pretrain_with_canzona_is_pretrain_with_megatrons_muon(case: str) -> Non
 
     both, further = CASES[case]
     flags = (*QWEN3, *LOOP, *MUON, *both)
-    megatron = pretrain(*flags)
-    canzona = pretrain(*flags, *further, "--timing-log-level", "2", canzona=())
+    ranks = 4 if "on 4 ranks" in case else 2
+    megatron = pretrain(*flags, ranks=ranks)
+    canzona = pretrain(*flags, *further, "--timing-log-level", "2", ranks=ranks, canzona=())
     # Megatron-LM gives its timers to a later optimizer configuration than the one that is planned for.
     assert all("optimizer-inner-step" in rank.timers for rank in canzona)
     apart = _apart((megatron, canzona))
@@ -76,6 +93,7 @@ def test_pretrain_with_canzona_is_pretrain_with_megatrons_muon(case: str) -> Non
     assert losses[-1] < losses[0] - 0.1, "nothing learnt, nothing compared"
     if case == "tp2 clipped":
         assert min(megatron[0].norms) > 0.3, "nothing is clipped"
+    print(case, apart)
     if "bf16" in case:
         assert apart.loss < 4e-4
         assert apart.norm < 2.5e-3

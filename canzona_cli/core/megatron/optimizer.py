@@ -2,6 +2,7 @@
 (`DistributedOptimizer`), and Muon for the strategies sc and layerwise."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from copy import copy
 
 import torch
@@ -35,6 +36,7 @@ from canzona_cli.core.megatron.matrix_buffers import (
     matrix_parameters,
     tag_matrices,
 )
+from canzona_cli.core.megatron.model import parameters_in_plan_order
 from canzona_cli.core.megatron.parallel import World, Wrapped, exchange_objects_as_json
 from canzona_cli.core.model.matrices import matrices as matrices_of
 from canzona_cli.core.planner.plan import Plan
@@ -100,7 +102,10 @@ def wrap_planned(
     tag_matrices(chunks, matrix_parameters(chunks, plan, world))
     size = _bucket_size(setup, world)
     layouts = [full_param_layout(c, index, plan, world, ddp_config, size) for index, c in enumerate(chunks)]
-    wrapped = _wrap(chunks, layouts, ddp_config, world)
+    with ExitStack() as stack:
+        for chunk in chunks:
+            stack.enter_context(parameters_in_plan_order(chunk))
+        wrapped = _wrap(chunks, layouts, ddp_config, world)
     owner_bucket_group.install(wrapped, plan, world)
     return wrapped
 
