@@ -29,6 +29,7 @@ from canzona_cli.core.megatron.optimizer import Overrides
 from canzona_cli.core.megatron.parallel import Wrapped
 from canzona_cli.core.setup import Layout, Setup
 from canzona_cli.core.setup.execution import PLANNED
+from canzona_cli.core.setup.stages import count_parts_as_layers
 from canzona_cli.core.simulate.possible import fill, possible_layouts
 
 Value = bool | int | float | str
@@ -128,9 +129,15 @@ def _unsupported(caller: Caller) -> Iterator[Problem]:
             fix="use duplicated, which computes the same as canzona",
         )
     chunks = caller.groups.pp.size() * len(caller.models)
-    if model.num_layers % chunks:
+    counted = count_parts_as_layers(model.num_layers, chunks)
+    if counted is None:
         reason = f"{chunks} model chunks would have different numbers of layers"
         yield Problem(key="num_layers", value=model.num_layers, reason=reason, fix=f"use a multiple of {chunks}")
+    elif chunks > 1:
+        for part, counts in counted._asdict().items():
+            name, reason = f"account_for_{part}_in_pipeline_split", f"{chunks} model chunks of equal size need {counts}"
+            if (given := getattr(model, name)) != counts:
+                yield Problem(key=name, value=given, reason=reason, fix=f"set it to {counts}")
     if model.num_moe_experts:
         yield from _expert_problems(caller)
     gtp = getattr(caller.groups, "gtp_remat", None)
@@ -151,11 +158,15 @@ def _expert_problems(caller: Caller) -> Iterator[Problem]:
         yield Problem(key="moe_layer_freq", value=model.moe_layer_freq, reason=reason, fix="use experts in every layer")
     expected = groups.tp.size() if groups.ep.size() == 1 else 1
     if groups.expt_tp.size() != expected:
-        reason = "experts that are divided among ranks are whole matrices" if expected == 1 else "all weights are cut alike"
+        reason = (
+            "experts that are divided among ranks are whole matrices" if expected == 1 else "all weights are cut alike"
+        )
         fix = f"use {expected}"
         yield Problem(key="expert_tensor_parallel_size", value=groups.expt_tp.size(), reason=reason, fix=fix)
     if groups.ep.size() > 1 and model.add_bias_linear:
-        reason = "AdamW does not update biases of experts that are divided among ranks, as with Megatron's layer-wise Muon"
+        reason = (
+            "AdamW does not update biases of experts that are divided among ranks, as with Megatron's layer-wise Muon"
+        )
         yield Problem(key="add_bias_linear", value=True, reason=reason, fix="use --disable-bias-linear")
 
 

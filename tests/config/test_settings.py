@@ -309,3 +309,16 @@ def test_a_guess_leads_to_the_setting_that_is_meant(key: str, named: str) -> Non
 )
 def test_a_guess_leads_to_the_setting_that_is_meant(key: str, named: str) -> None:
     assert named in unknown_key(key, "1").fix
+
+
+@pytest.mark.parametrize(
+    ("key", "named"),
+    [
+        ("optimizer.schedule", "schedule.decay"),
+        ("wsd", "schedule.decay"),
+        ("train.tokens", "train.steps=N"),
+        ("data.valid_path", "data.validation_fraction"),
+    ],
+)
+def test_a_guess_leads_to_the_setting_that_is_meant(key: str, named: str) -> None:
+    assert named in unknown_key(key, "1").fix

@@ -49,6 +49,12 @@ QWEN3 = (
     *("--no-masked-softmax-fusion", "--no-bias-swiglu-fusion", "--no-bias-dropout-fusion", "--no-rope-fusion"),
     *("--no-gradient-accumulation-fusion", "--no-persist-layer-norm", "--attention-backend", "unfused"),
 )
+GPT = (
+    *(flag for flag in QWEN3 if flag not in ("--swiglu", "--disable-bias-linear", "--qk-layernorm")),
+    *("--normalization", "LayerNorm", "--position-embedding-type", "learned_absolute", "--adam-eps", "1e-3"),
+)
+"""A model with LayerNorm, biases, learned positions, and GELU without a gate. Gradients of the biases of keys are nothing
+but rounding, of which AdamW would make whole steps at its usual eps."""
 LOOP = (
     *("--micro-batch-size", "1", "--global-batch-size", "4", "--train-iters", str(STEPS)),
     *("--lr", "0.01", "--min-lr", "0.001", "--lr-decay-style", "cosine", "--lr-warmup-iters", "2"),

@@ -34,7 +34,7 @@ _ON_DEVICE: Final = "the engine keeps fp32 masters and optimizer state on the de
 UNTRIED: Final = "the engine has not been run with it"
 """The reason for a limit on a setting that may work but was never tried."""
 _OTHER_LAYERS: Final = "the engine supports only the matrices of dense decoders and of experts"
-_EVEN_STAGES: Final = "the plan gives every model chunk the same number of layers"
+_EVEN_STAGES: Final = "the plan gives every model chunk the same number of layers, counting embedding and loss or not"
 
 OPTIMIZER: Final = (
     Limit(
@@ -63,7 +63,6 @@ OPTIMIZER: Final = (
 BUCKETS: Final = (
     Limit("use_distributed_optimizer", True, "parameters must be views of Megatron's buffers"),
     Limit("num_distributed_optimizer_instances", 1, "a plan has one owner for each matrix"),
-    Limit("average_in_collective", False, "gradients are summed on their way to the owners"),
     Limit("reduce_scatter_with_fp32_accumulation", False, "gradients are reduced to owners instead"),
     Limit("param_name_patterns_for_fp32_local_accumulation", (), "buckets have one gradient dtype"),
     Limit("reuse_grad_buf_for_mxfp8_param_ag", False, UNTRIED),
@@ -94,7 +93,5 @@ MODEL: Final = (
     Limit("num_layers_in_first_pipeline_stage", None, _EVEN_STAGES),
     Limit("num_layers_in_last_pipeline_stage", None, _EVEN_STAGES),
     Limit("pipeline_model_parallel_layout", None, _EVEN_STAGES),
-    Limit("account_for_embedding_in_pipeline_split", False, _EVEN_STAGES),
-    Limit("account_for_loss_in_pipeline_split", False, _EVEN_STAGES),
 )
 """The limits on `TransformerConfig`."""

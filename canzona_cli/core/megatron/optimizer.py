@@ -372,13 +372,14 @@ def _group_settings(config: MegatronOptimizerConfig) -> dict[str, object]:
     }
 
 
-def muon_group(config: MegatronOptimizerConfig) -> dict[str, object]:
-    """Returns the settings of the single parameter group that Megatron's Muon has for dense models, as
-    Megatron's checkpoints store them."""
+def muon_groups(config: MegatronOptimizerConfig, chunks: Wrapped) -> list[dict[str, object]]:
+    """Returns the settings of the parameter groups that Megatron's Muon has for wrapped model chunks, as Megatron's
+    checkpoints store them: one group, and a second one for experts that are divided among ranks."""
     params = [torch.nn.Parameter(torch.empty(1, 1))]
     muon = TensorParallelMuon(params, lr=config.lr, momentum=config.muon_momentum, weight_decay=config.weight_decay)
     settings = {key: value for key, value in muon.param_groups[0].items() if key != "params"}
-    return {**_group_settings(config), "is_expert_parallel": False, **settings}
+    kinds = (False, True) if chunks[0].expert_parallel_bucket_groups else (False,)
+    return [{**_group_settings(config), "is_expert_parallel": of_experts, **settings} for of_experts in kinds]
 
 
 def megatron_muon(
