@@ -53,8 +53,8 @@ GPT = (
     *(flag for flag in QWEN3 if flag not in ("--swiglu", "--disable-bias-linear", "--qk-layernorm")),
     *("--normalization", "LayerNorm", "--position-embedding-type", "learned_absolute", "--adam-eps", "1e-3"),
 )
-"""A model with LayerNorm, biases, learned positions, and GELU without a gate. Gradients of the biases of keys are nothing
-but rounding, of which AdamW would make whole steps at its usual eps."""
+"""A model with LayerNorm, biases, learned positions, and GELU without a gate. Gradients of the biases of keys are only
+rounding, and at its usual eps AdamW would make whole steps of it."""
 LOOP = (
     *("--micro-batch-size", "1", "--global-batch-size", "4", "--train-iters", str(STEPS)),
     *("--lr", "0.01", "--min-lr", "0.001", "--lr-decay-style", "cosine", "--lr-warmup-iters", "2"),
@@ -186,9 +186,16 @@ def model_of(
         vp_stage=vp_stage,
         pg_collection=pg_collection,
     )
-    leave_routers_to_adamw(model)  # Megatron's Muon takes them for matrices
+    leave_to_adamw(model)
     models.append(model)
     return model
+
+
+def leave_to_adamw(model: GPTModel) -> None:
+    """Marks the routers and the learned positions, which Megatron's Muon would update as matrices."""
+    leave_routers_to_adamw(model)
+    if model.pre_process and model.embedding.add_position_embedding:
+        model.embedding.position_embeddings.weight.is_embedding_or_output_parameter = True
 
 
 class MockTokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):

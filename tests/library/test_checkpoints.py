@@ -151,7 +151,7 @@ def test_routers_that_megatrons_muon_updated_go_on_with_adamw(tmp_path: Path, mo
 
     flags = (*FP32, *_experts(2))
     with monkeypatch.context() as unmarked:
-        unmarked.setattr(pretraining, "leave_routers_to_adamw", lambda _: None)
+        unmarked.setattr(pretraining, "leave_to_adamw", lambda _: None)
         losses = _losses(_pretrain(tmp_path, *flags, save="muon", canzona=None))
     monkeypatch.setattr(pretraining.Refusing, "emit", lambda *_: None)  # the engine warns of it
     ours = _losses(_pretrain(tmp_path, *flags, *SHARDED, load="muon"))

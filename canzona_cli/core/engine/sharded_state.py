@@ -276,7 +276,7 @@ class ShardedState:
 
     def _adamws_names(self, weight_key: str) -> dict[str, str]:
         """Returns the names that the fields of one of AdamW's parameters have in the checkpoint. A parameter has no
-        moments there if Megatron's Muon updated it, which takes routers for matrices."""
+        moments there if Megatron's Muon updated it, which takes routers and learned positions for matrices."""
         updated_by_muon = self._stored is not None and f"{STATE}{MOMENTUM}.{weight_key}" in self._stored
         fields = {field: names for field, names in _ADAMW.items() if not (updated_by_muon and field in MOMENTS)}
         return self._names(weight_key, fields)
