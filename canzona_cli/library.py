@@ -29,6 +29,7 @@ from canzona_cli.core.megatron.optimizer import Overrides
 from canzona_cli.core.megatron.parallel import Wrapped
 from canzona_cli.core.setup import Layout, Setup
 from canzona_cli.core.setup.execution import PLANNED
+from canzona_cli.core.setup.stages import count_parts_as_layers
 from canzona_cli.core.simulate.possible import fill, possible_layouts
 
 Value = bool | int | float | str
@@ -87,7 +88,16 @@ def describe(caller: Caller, settings: Sequence[str]) -> tuple[Setup, Layout, Se
     refuse(_engine_problems(config, caller.device))
     vocabulary = caller.models[0].vocab_size
     assert isinstance(vocabulary, int)
-    config = replace(config, model=replace(config.model, name="model", vocab_size=vocabulary))
+    model = replace(
+        config.model,
+        name="model",
+        vocab_size=vocabulary,
+        # The checks of settings are those of models that canzona trains in its own loop.
+        qk_norm=caller.model.qk_layernorm,
+        gated=caller.model.gated_linear_unit,
+        experts_per_token=caller.model.moe_router_topk,
+    )
+    config = replace(config, model=model)
     [layout] = possible_layouts(config.setup)
     setup = fill(config.setup, layout)
     return setup, layout, [*composed.warnings, *mode_warnings(setup, layout)]
@@ -119,9 +129,17 @@ def _unsupported(caller: Caller) -> Iterator[Problem]:
             fix="use duplicated, which computes the same as canzona",
         )
     chunks = caller.groups.pp.size() * len(caller.models)
-    if model.num_layers % chunks:
+    counted = count_parts_as_layers(model.num_layers, chunks)
+    if counted is None:
         reason = f"{chunks} model chunks would have different numbers of layers"
         yield Problem(key="num_layers", value=model.num_layers, reason=reason, fix=f"use a multiple of {chunks}")
+    elif chunks > 1:
+        for part, counts in counted._asdict().items():
+            name, reason = f"account_for_{part}_in_pipeline_split", f"{chunks} model chunks of equal size need {counts}"
+            if (given := getattr(model, name)) != counts:
+                yield Problem(key=name, value=given, reason=reason, fix=f"set it to {counts}")
+    if model.num_moe_experts:
+        yield from _expert_problems(caller)
     gtp = getattr(caller.groups, "gtp_remat", None)
     if gtp is not None and gtp.size() > 1:
         reason = "the engine does not support this way of dividing weights among ranks"
@@ -132,19 +150,39 @@ def _unsupported(caller: Caller) -> Iterator[Problem]:
         yield Problem(key="groups", reason=reason, fix="use the engine in jobs whose ranks all train the model")
 
 
+def _expert_problems(caller: Caller) -> Iterator[Problem]:
+    """Yields a problem for each feature of a loop with experts that the engine does not support."""
+    model, groups = caller.model, caller.groups
+    if model.moe_layer_freq not in (1, [1] * model.num_layers):
+        reason = "the plan gives every layer the same matrices"
+        yield Problem(key="moe_layer_freq", value=model.moe_layer_freq, reason=reason, fix="use experts in every layer")
+    expected = groups.tp.size() if groups.ep.size() == 1 else 1
+    if groups.expt_tp.size() != expected:
+        reason = (
+            "experts that are divided among ranks are whole matrices" if expected == 1 else "all weights are cut alike"
+        )
+        fix = f"use {expected}"
+        yield Problem(key="expert_tensor_parallel_size", value=groups.expt_tp.size(), reason=reason, fix=fix)
+    if groups.ep.size() > 1 and model.add_bias_linear:
+        reason = (
+            "AdamW does not update biases of experts that are divided among ranks, as with Megatron's layer-wise Muon"
+        )
+        yield Problem(key="add_bias_linear", value=True, reason=reason, fix="use --disable-bias-linear")
+
+
 def _model(caller: Caller) -> Iterator[tuple[str, Value]]:
     model, chunk = caller.model, caller.models[0]
     vocabulary = chunk.vocab_size
     assert isinstance(vocabulary, int)
     yield "model.num_layers", model.num_layers
     yield "model.hidden_size", model.hidden_size
-    yield "model.ffn_hidden_size", model.ffn_hidden_size
+    yield "model.ffn_hidden_size", model.moe_ffn_hidden_size or model.ffn_hidden_size
     yield "model.num_attention_heads", model.num_attention_heads
     yield "model.num_query_groups", model.num_query_groups or model.num_attention_heads
     yield "model.head_dim", model.kv_channels
     yield "model.vocab_size", -(-_FEWEST_IDS // vocabulary) * vocabulary
     yield "model.tied_embeddings", bool(chunk.share_embeddings_and_output_weights)
-    yield "model.qk_norm", bool(model.qk_layernorm)
+    yield "model.num_experts", model.num_moe_experts or 0
 
 
 def _layout(caller: Caller) -> Iterator[tuple[str, Value]]:
@@ -154,7 +192,9 @@ def _layout(caller: Caller) -> Iterator[tuple[str, Value]]:
     yield "parallel.pp", pp
     yield "parallel.vpp", vpp
     yield "parallel.cp", groups.cp.size()
-    yield "parallel.ep", 1
+    yield "parallel.ep", groups.ep.size()
+    if groups.ep.size() > 1:
+        yield "parallel.dispatcher", caller.model.moe_token_dispatcher_type
     yield "parallel.sequence_parallel", bool(caller.model.sequence_parallel)
     yield "parallel.overlap_grad_reduce", bool(caller.ddp.overlap_grad_reduce)
     yield "parallel.overlap_param_gather", bool(caller.ddp.overlap_param_gather)

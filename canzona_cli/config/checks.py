@@ -81,11 +81,6 @@ def _expert_problems(config: RunConfig) -> Iterator[Problem]:
         reason = f"is fewer than model.experts_per_token={per_token}"
         fix = f"use model.num_experts={per_token} or more, or 0 for a dense model"
         yield Problem("model.num_experts", reason, fix, value=experts)
-    if experts and not config.model.qk_norm:
-        reason = "must be true for a model with experts, because only Qwen3's experts are supported"
-        yield Problem("model.qk_norm", reason, "use model.qk_norm=true, or model.num_experts=0")
-    if experts and not config.model.gated:
-        yield Problem("model.gated", "experts always have a gate", "leave it out")
 
 
 def _schedule_problems(config: RunConfig) -> Iterator[Problem]:
@@ -220,6 +215,9 @@ def _training_problems(config: RunConfig) -> Iterator[Problem]:
     if not config.model.gated:
         reason = "can only be planned: canzona does not train feed-forward layers without a gate"
         yield Problem("model.gated", reason, "leave it out, or use `canzona plan --dry-run`")
+    if config.model.num_experts and not config.model.qk_norm:
+        reason = "can only be planned: of models with experts, canzona trains those of Qwen3"
+        yield Problem("model.qk_norm", reason, "use model.qk_norm=true, or model.num_experts=0")
     last_step = config.train.steps
     steps = config.run.profile_steps
     if steps is not None and not 1 <= steps[0] <= steps[1] <= last_step:

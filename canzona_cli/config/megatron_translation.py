@@ -271,9 +271,8 @@ class _Translation:
             self._set("model.rope_scaling", self._text("rope_scaling_factor"), "rope_scaling_factor")
         self._set("model.num_experts", experts, "num_experts")
         if experts:
-            for name, feature in (("qk_layernorm", "QK-norm"), ("swiglu", "SwiGLU")):
-                if not self._on(name):
-                    self._report(name, f"is missing; canzona's models with experts have {feature}, like Qwen3")
+            if not self._on("qk_layernorm"):
+                self._plans_only.append("of models with experts, canzona trains only those with --qk-layernorm")
             self._set("model.experts_per_token", self._number("moe_router_topk", 2), "moe_router_topk")
             balancing = self._text("moe_router_load_balancing_type") or ""
             if balancing in _BALANCING:
@@ -344,6 +343,9 @@ class _Translation:
             context = ", like the rest of the model" if ep == 1 else " with expert parallelism"
             reason = f"would cut experts into {expert_tp} parts; canzona cuts them into {expected}{context}"
             self._report("expert_tensor_parallel_size", reason, f"use {expected}")
+        if ep > 1 and self._on("add_bias_linear"):
+            reason = "gives experts biases, which canzona does not divide among ranks"
+            self._report("add_bias_linear", reason, "use --disable-bias-linear")
         if ep > 1:
             self._set("parallel.dispatcher", self._text("moe_token_dispatcher_type"), "moe_token_dispatcher_type")
 

@@ -244,3 +244,81 @@ def test_a_removed_setting_says_what_to_use(key: str) -> None:
     problem = unknown_key(key, "1")
     assert (key in settings(), problem.reason, problem.fix) == (False, "no longer exists", REMOVED[key])
     assert all(setting_of(named) for named in re.findall(r"(?:write|use|set) (\w+\.\w+)", problem.fix))
+
+
+@pytest.mark.parametrize(
+    ("key", "named"),
+    [
+        ("optimizer.schedule", "schedule.decay"),
+        ("wsd", "schedule.decay"),
+        ("train.tokens", "train.steps=N"),
+        ("data.valid_path", "data.validation_fraction"),
+    ],
+)
+def test_a_guess_leads_to_the_setting_that_is_meant(key: str, named: str) -> None:
+    assert named in unknown_key(key, "1").fix
+
+
+@pytest.mark.parametrize(
+    ("key", "named"),
+    [
+        ("optimizer.schedule", "schedule.decay"),
+        ("wsd", "schedule.decay"),
+        ("train.tokens", "train.steps=N"),
+        ("data.valid_path", "data.validation_fraction"),
+    ],
+)
+def test_a_guess_leads_to_the_setting_that_is_meant(key: str, named: str) -> None:
+    assert named in unknown_key(key, "1").fix
+
+
+@pytest.mark.parametrize(
+    ("key", "named"),
+    [
+        ("optimizer.schedule", "schedule.decay"),
+        ("wsd", "schedule.decay"),
+        ("train.tokens", "train.steps=N"),
+        ("data.valid_path", "data.validation_fraction"),
+    ],
+)
+def test_a_guess_leads_to_the_setting_that_is_meant(key: str, named: str) -> None:
+    assert named in unknown_key(key, "1").fix
+
+
+@pytest.mark.parametrize(
+    ("key", "named"),
+    [
+        ("optimizer.schedule", "schedule.decay"),
+        ("wsd", "schedule.decay"),
+        ("train.tokens", "train.steps=N"),
+        ("data.valid_path", "data.validation_fraction"),
+    ],
+)
+def test_a_guess_leads_to_the_setting_that_is_meant(key: str, named: str) -> None:
+    assert named in unknown_key(key, "1").fix
+
+
+@pytest.mark.parametrize(
+    ("key", "named"),
+    [
+        ("optimizer.schedule", "schedule.decay"),
+        ("wsd", "schedule.decay"),
+        ("train.tokens", "train.steps=N"),
+        ("data.valid_path", "data.validation_fraction"),
+    ],
+)
+def test_a_guess_leads_to_the_setting_that_is_meant(key: str, named: str) -> None:
+    assert named in unknown_key(key, "1").fix
+
+
+@pytest.mark.parametrize(
+    ("key", "named"),
+    [
+        ("optimizer.schedule", "schedule.decay"),
+        ("wsd", "schedule.decay"),
+        ("train.tokens", "train.steps=N"),
+        ("data.valid_path", "data.validation_fraction"),
+    ],
+)
+def test_a_guess_leads_to_the_setting_that_is_meant(key: str, named: str) -> None:
+    assert named in unknown_key(key, "1").fix

@@ -23,6 +23,8 @@ from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import argument_utils, arguments, initialize, training
 from megatron.training.argument_utils import core_transformer_config_from_args, pretrain_cfg_container_from_args
 from torch.distributed import distributed_c10d
@@ -32,6 +34,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
 from canzona_cli import use_in_megatron_lm
 from canzona_cli.core.megatron import cpu_backend
+from canzona_cli.core.megatron.experts import leave_routers_to_adamw
 from canzona_cli.core.megatron.matrix_buffers import global_parameters
 from tests.cli.commands.support import ready_to_fork
 from tests.dist.ranks import run_ranks
@@ -46,6 +49,12 @@ QWEN3 = (
     *("--no-masked-softmax-fusion", "--no-bias-swiglu-fusion", "--no-bias-dropout-fusion", "--no-rope-fusion"),
     *("--no-gradient-accumulation-fusion", "--no-persist-layer-norm", "--attention-backend", "unfused"),
 )
+GPT = (
+    *(flag for flag in QWEN3 if flag not in ("--swiglu", "--disable-bias-linear", "--qk-layernorm")),
+    *("--normalization", "LayerNorm", "--position-embedding-type", "learned_absolute", "--adam-eps", "1e-3"),
+)
+"""A model with LayerNorm, biases, learned positions, and GELU without a gate. Gradients of the biases of keys are only
+rounding, and at its usual eps AdamW would make whole steps of it."""
 LOOP = (
     *("--micro-batch-size", "1", "--global-batch-size", "4", "--train-iters", str(STEPS)),
     *("--lr", "0.01", "--min-lr", "0.001", "--lr-decay-style", "cosine", "--lr-warmup-iters", "2"),
@@ -177,8 +186,16 @@ def model_of(
         vp_stage=vp_stage,
         pg_collection=pg_collection,
     )
+    leave_to_adamw(model)
     models.append(model)
     return model
+
+
+def leave_to_adamw(model: GPTModel) -> None:
+    """Marks the routers and the learned positions, which Megatron's Muon would update as matrices."""
+    leave_routers_to_adamw(model)
+    if model.pre_process and model.embedding.add_position_embedding:
+        model.embedding.position_embeddings.weight.is_embedding_or_output_parameter = True
 
 
 class MockTokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -235,6 +252,15 @@ class TorchsAdamW(DistributedOptimizer):  # type: ignore[misc]
         _SET_STATES(self, param, {"step": None, **tensors})
 
 
+def norm_of(_: type, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **__: object) -> torch.nn.Module:
+    """Makes a norm that, unlike Megatron's without Transformer Engine, also works with sequence parallelism, which
+    experts on several tensor-parallel ranks need."""
+    norm = (torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm)(hidden_size, eps=eps)
+    for param in norm.parameters():
+        param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return norm
+
+
 _SHARDED_STATE_DICT, _LOAD_STATE_DICT = DistributedOptimizer.sharded_state_dict, DistributedOptimizer.load_state_dict
 _SET_STATES = DistributedOptimizer._set_main_param_and_optimizer_states
 
@@ -257,6 +283,7 @@ def stand_ins() -> Iterator[None]:
         (initialize.inprocess_restart, "maybe_force_nccl_backend_init", zero),
         (arguments, "get_device_arch_version", lambda: 10),
         (argument_utils.ArgumentGroupFactory, "_get_field_docstrings", lambda *_: {}),  # by parsing Megatron's sources
+        (WrappedTorchNorm, "__new__", norm_of),
         *((DistributedOptimizer, name, value) for name, value in vars(TorchsAdamW).items() if callable(value)),
     )
     for owner, name, value in replaced:

@@ -74,6 +74,34 @@ def test_state_passes_through_every_layout_bit_for_bit(tmp_path: Path) -> None:
         before = name
 
 
+def _experts(ep: int) -> tuple[str, ...]:
+    from tests.library.test_pretrain import EXPERTS
+
+    return (*EXPERTS, "--expert-model-parallel-size", str(ep), "--expert-tensor-parallel-size", "1")
+
+
+def test_experts_go_on_with_another_number_of_expert_parallel_ranks(tmp_path: Path) -> None:
+    flags = (*FP32, *SHARDED)
+    losses = _losses(_pretrain(tmp_path, *flags, *_experts(2), save="ep2"))
+    np.testing.assert_allclose(_losses(_pretrain(tmp_path, *flags, *_experts(1), load="ep2")), losses, rtol=1e-6)
+
+
+@pytest.mark.sweep
+def test_experts_pass_through_every_layout_bit_for_bit(tmp_path: Path) -> None:
+    flags = (*FP32, *SHARDED)
+    _pretrain(tmp_path, *flags, *_experts(2), save="ep2")
+    before = "ep2"
+    for name, further, ranks in (
+        ("ep1", _experts(1), 2),
+        ("ep4", _experts(4), 4),
+        ("ep2 tp2", (*_experts(2), *TP, "--sequence-parallel"), 2),
+        ("ep2 pp2", (*_experts(2), *PP), 4),
+    ):
+        _pretrain(tmp_path, *flags, *further, load=before, save=name, ranks=ranks)
+        _assert_equal(_state(tmp_path, before), _state(tmp_path, name))
+        before = name
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("optimizer", ["optimizer=soap", "optimizer=shampoo"])
 def test_state_that_is_not_laid_out_as_weights_is_resumed_on_another_layout(tmp_path: Path, optimizer: str) -> None:
@@ -84,11 +112,12 @@ def test_state_that_is_not_laid_out_as_weights_is_resumed_on_another_layout(tmp_
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("experts", [False, True])
 @pytest.mark.parametrize("ours_first", [False, True])
-def test_each_goes_on_from_the_others_layer_wise_checkpoint(tmp_path: Path, ours_first: bool) -> None:
+def test_each_goes_on_from_the_others_layer_wise_checkpoint(tmp_path: Path, ours_first: bool, experts: bool) -> None:
     """A checkpoint that one saves, the other loads and saves again bit for bit. Losses differ as much as those of
     Megatron's layer-wise and duplicated Muon do in bf16 (1e-4)."""
-    flags = (*BF16, *SHARDED, *RESHARDABLE)
+    flags = (*BF16, *SHARDED, *RESHARDABLE, *(_experts(2) if experts else ()))
     first, second = (None, ()) if not ours_first else ((), None)
     losses = _losses(_pretrain(tmp_path, *flags, save="one", canzona=first))
     np.testing.assert_allclose(_losses(_pretrain(tmp_path, *flags, load="one", canzona=second)), losses, rtol=4e-4)
@@ -113,6 +142,21 @@ def test_the_engine_goes_on_from_other_optimizers(tmp_path: Path, saver: tuple[s
     ours = _losses(_pretrain(tmp_path, *precision, *SHARDED, load="megatron"))
     assert ours[0] == losses[0]
     np.testing.assert_allclose(ours, losses, rtol=0.05 if apart is None else apart)
+
+
+@pytest.mark.sweep
+def test_routers_that_megatrons_muon_updated_go_on_with_adamw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss is continuous: equal in the first step, and then that of another optimizer of routers."""
+    from tests.library import pretraining
+
+    flags = (*FP32, *_experts(2))
+    with monkeypatch.context() as unmarked:
+        unmarked.setattr(pretraining, "leave_to_adamw", lambda _: None)
+        losses = _losses(_pretrain(tmp_path, *flags, save="muon", canzona=None))
+    monkeypatch.setattr(pretraining.Refusing, "emit", lambda *_: None)  # the engine warns of it
+    ours = _losses(_pretrain(tmp_path, *flags, *SHARDED, load="muon"))
+    assert ours[0] == losses[0]
+    np.testing.assert_allclose(ours, losses, rtol=0.05)
 
 
 @pytest.mark.sweep

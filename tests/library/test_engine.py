@@ -1,6 +1,7 @@
 """The engine in a bare loop over Megatron-core: what it is asked for, it does as Megatron, or refuses by name."""
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -209,7 +210,9 @@ OTHER_VALUES: dict[str, object] = {
     "muon_scalar_optimizer": "lion",
     "num_distributed_optimizer_instances": 2,
     "param_name_patterns_for_fp32_local_accumulation": ("all",),
-    "num_moe_experts": 4,
+    "moe_shared_expert_intermediate_size": 64,
+    "moe_latent_size": 32,
+    "moe_mlp_glu_interleave_size": 16,
     "experimental_attention_variant": "dsa",
     "mtp_num_layers": 1,
     "fp4": "e2m1",
@@ -218,6 +221,75 @@ OTHER_VALUES: dict[str, object] = {
     "num_layers_in_last_pipeline_stage": 1,
     "pipeline_model_parallel_layout": "Et|tL",
 }
+
+
+EXPERTS = ("model.ffn_hidden_size=64", "model.num_experts=4", "optimizer.eps=0.001", "parallel.ep=2")
+"""Experts that are divided among two ranks. At the usual eps AdamW makes steps of the rounding of tiny gradients."""
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("gpus=2",),
+        pytest.param(("gpus=4", "parallel.cp=2"), marks=pytest.mark.sweep),
+        pytest.param(("gpus=4", "parallel.tp=2"), marks=pytest.mark.sweep),
+    ],
+    ids=" ".join,
+)
+def test_experts_in_grouped_layers_train_as_with_megatrons_muon(layout: tuple[str, ...]) -> None:
+    """Layers have the names and the order of Transformer Engine's grouped ones."""
+    config, resolved = jobs.resolve(*FIXED, *EXPERTS, *layout)
+
+    def work(_: str, world: World) -> tuple[Trained, Trained]:
+        megatron = optimizer_config(config, adam_eps=1e-3)
+
+        def run(build: Any) -> Trained:
+            return train(trainee_of(config, world, lambda chunks: build(chunks, megatron, world)))
+
+        return run(by_megatron), run(by_canzona)
+
+    for megatron, canzona in jobs.on_ranks({"": (config, resolved)}, work)[""]:
+        np.testing.assert_allclose(canzona.losses, megatron.losses, rtol=1e-6)
+        np.testing.assert_allclose(canzona.norms, megatron.norms, rtol=3e-6)
+        for name, weight in megatron.weights.items():
+            assert np.linalg.norm(canzona.weights[name] - weight) / np.linalg.norm(weight) < 5e-6, name
+
+
+def test_experts_and_stages_that_a_plan_cannot_have_are_refused_by_name() -> None:
+    cases = {
+        "experts": jobs.resolve(*FIXED, *EXPERTS),
+        "stages": jobs.resolve(*FIXED, "parallel.pp=2", "model.num_layers=4"),
+    }
+    changes: dict[str, dict[str, object]] = {
+        "experts": {"moe_layer_freq": [0, 1], "add_bias_linear": True, "expert_tensor_parallel_size": 2},
+        "stages": {
+            "account_for_loss_in_pipeline_split": True,
+            "account_for_embedding_in_pipeline_split": True,
+            "num_layers": 1,
+        },
+    }
+
+    def work(case: str, world: World) -> dict[str, str]:
+        [chunk] = build_model(cases[case][0].setup, world)
+        mcore, answers = get_model_config(chunk), {}
+        for name, value in changes[case].items():
+            before, groups = getattr(mcore, name), copy(world.groups)
+            setattr(mcore, name, value)
+            if name == "expert_tensor_parallel_size":  # which is the size of a group
+                groups.expt_tp = world.groups.ep
+            with pytest.raises(Unsupported) as refused:
+                Engine(optimizer_config(cases[case][0]), groups=groups).wrap(
+                    [chunk], DistributedDataParallelConfig(use_distributed_optimizer=True)
+                )
+            answers[name] = str(refused.value)
+            setattr(mcore, name, before)
+        return answers
+
+    for case, run in cases.items():
+        for answers in jobs.on_ranks({case: run}, work)[case]:
+            assert answers.keys() == changes[case].keys()
+            for name, answer in answers.items():
+                assert f"{name}: " in answer, answer
 
 
 def _other(limit: Limit) -> object:

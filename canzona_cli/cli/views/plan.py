@@ -450,21 +450,13 @@ class BesideMegatronView(Page):
         yield from labelled_rows(self._rows(), 16)
         yield Text()
         if run.plans_only:
-            only_in_megatron = "canzona's own loop cannot train this model:"
-            only_planned = "canzona plans this model, but cannot train it:"
-            yield paragraph(only_in_megatron if self._in_megatrons_loop else only_planned, "bold")
+            yield paragraph("canzona's own loop cannot train this model:", "bold")
             yield from map(note, self._first_few(run.plans_only))
             return
         lacking = f", without {' and '.join(beside.overlaps)}" if beside.overlaps else ""
         data = "" if "data.path" in run.overrides else "; add data.path=PREFIX"
         yield paragraph(f"In canzona's own loop{lacking}{data}:", "bold")
         yield replace(paragraph(shlex.join(("canzona", "train", *beside.command))), unbroken=True)
-
-    @property
-    def _in_megatrons_loop(self) -> bool:
-        """True if canzona's engine can train the model in Megatron's loop."""
-        model = self.beside.setup.model
-        return model.gated and not model.num_experts
 
     def _table(self) -> RenderableType:
         beside = self.beside
@@ -485,10 +477,7 @@ class BesideMegatronView(Page):
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         beside, run = self.beside, self.beside.run
-        if beside.setup.model.num_experts:
-            yield "canzona", "does not train experts in Megatron's loop yet"
-        elif self._in_megatrons_loop:
-            yield "canzona", "runs in Megatron's loop through use_in_megatron_lm(), see canzona_cli/LIBRARY.md"
+        yield "canzona", "runs in Megatron's loop through use_in_megatron_lm(), see canzona_cli/LIBRARY.md"
         if run.optimizer == "adamw" and not run.distributed:
             yield "AdamW", "is simulated with --use-distributed-optimizer, although the run does not set it"
         if run.optimizer == "muon" and beside.muon.strategy == "sc":

@@ -8,6 +8,7 @@ sent, and a checkpoint depends neither on the plan nor on the number of ranks. O
 stored under the names of matrices. AdamW's state is in Megatron's format `fully_reshardable`.
 """
 
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -33,7 +34,7 @@ from canzona_cli.core.engine.stored_state import (
 from canzona_cli.core.errors import Problem, Unsupported
 from canzona_cli.core.megatron.holdings import megatron_masters
 from canzona_cli.core.megatron.matrix_buffers import TAG, global_parameters
-from canzona_cli.core.megatron.optimizer import muon_group
+from canzona_cli.core.megatron.optimizer import muon_groups
 from canzona_cli.core.megatron.parallel import Wrapped, gather
 from canzona_cli.core.model.geometry import Block
 from canzona_cli.core.model.matrices import Matrix
@@ -49,6 +50,7 @@ _ADAMW: Final = {ADAMWS_MASTER: (ADAMWS_MASTER, MUONS_MASTER), **{name: (name,) 
 different name, if any, in checkpoints of its other optimizers."""
 _ENTRIES: Final = "canzona"
 """The key, in a checkpoint's dict, of the entries that only canzona reads."""
+_LOG: Final = logging.getLogger(__name__)
 _WEIGHTS_ALONE: Final = "load only the weights: --no-load-optim"
 
 type StateDict = Mapping[object, object]
@@ -191,7 +193,7 @@ class ShardedState:
         adamw = self._adamw.sharded_state_dict(model, metadata=metadata)
         for group in adamw["optimizer"]["param_groups"]:
             group["optimizer"] = "adam"  # as Megatron marks AdamW's groups next to Muon's
-        muon = {"param_groups": [muon_group(self._matrices.config)], "state": state}
+        muon = {"param_groups": muon_groups(self._matrices.config, self._chunks), "state": state}
         return {0: {"optimizer": muon, _ENTRIES: marks}, 1: adamw}
 
     def to_load(self, model: StateDict) -> dict[object, object]:
@@ -222,11 +224,15 @@ class ShardedState:
         adamw = {
             name: {
                 field: make_sharded_optimizer_tensor(weights[name], torch.empty(param.shape), f"{STATE}{stored}")
-                for field, stored in self._names(weights[name].key, _ADAMW).items()
+                for field, stored in self._adamws_names(weights[name].key).items()
             }
             for name, param in global_parameters(self._chunks)
             if param.requires_grad and not getattr(param, TAG)
         }
+        if any(MOMENTS[0] not in names for names in adamw.values()) and torch.distributed.get_rank() == 0:
+            _LOG.warning(
+                "AdamW's moments of routers begin at zero: the checkpoint was saved by Muon, which updated them"
+            )
         return {_ENTRIES: {"matrices": matrices, "adamw": adamw}}
 
     @torch.no_grad()
@@ -254,11 +260,12 @@ class ShardedState:
             reason = "it does not contain the number of AdamW's steps"
             raise Unsupported(Problem(key="load", value="step", reason=reason, fix=_WEIGHTS_ALONE))
         for item in megatron_masters(self._adamw, self._chunks):
-            fields = entries["adamw"][item.parameter].items()
+            fields = entries["adamw"].get(item.parameter, {}).items()  # Megatron drops empty dicts
             parts = {field: tensor.view(-1)[item.start : item.end] for field, tensor in fields}
             if (master := parts.pop(ADAMWS_MASTER, None)) is not None:
                 item.master.copy_(master.view(item.master.shape))
-            item.replace_state({key: part.to(item.master.device, copy=True) for key, part in parts.items()}, step)
+            moments = {key: part.to(item.master.device, copy=True) for key, part in parts.items()}
+            item.replace_state({key: torch.zeros_like(item.master) for key in MOMENTS} | moments, step)
         return True
 
     def _weights(self, model: StateDict) -> dict[str, Entry]:
@@ -266,6 +273,13 @@ class ShardedState:
         named = [*global_parameters(self._chunks)]
         entries = get_param_id_to_sharded_param_map(model, [param for _, param in named])
         return {named[index][0]: entry for index, entry in entries.items()}
+
+    def _adamws_names(self, weight_key: str) -> dict[str, str]:
+        """Returns the names that the fields of one of AdamW's parameters have in the checkpoint. A parameter has no
+        moments there if Megatron's Muon updated it, which takes routers and learned positions for matrices."""
+        updated_by_muon = self._stored is not None and f"{STATE}{MOMENTUM}.{weight_key}" in self._stored
+        fields = {field: names for field, names in _ADAMW.items() if not (updated_by_muon and field in MOMENTS)}
+        return self._names(weight_key, fields)
 
     def _names(self, weight_key: str, fields: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
         """Returns the name that each field of a parameter's state has in the checkpoint. The master is not

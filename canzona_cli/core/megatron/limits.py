@@ -33,8 +33,8 @@ def problems(config: object, limits: Iterable[Limit]) -> Iterator[Problem]:
 _ON_DEVICE: Final = "the engine keeps fp32 masters and optimizer state on the device that updates a matrix"
 UNTRIED: Final = "the engine has not been run with it"
 """The reason for a limit on a setting that may work but was never tried."""
-_OTHER_LAYERS: Final = "the engine supports only the matrices of dense decoders"
-_EVEN_STAGES: Final = "the plan gives every model chunk the same number of layers"
+_OTHER_LAYERS: Final = "the engine supports only the matrices of dense decoders and of experts"
+_EVEN_STAGES: Final = "the plan gives every model chunk the same number of layers, counting embedding and loss or not"
 
 OPTIMIZER: Final = (
     Limit(
@@ -63,7 +63,6 @@ OPTIMIZER: Final = (
 BUCKETS: Final = (
     Limit("use_distributed_optimizer", True, "parameters must be views of Megatron's buffers"),
     Limit("num_distributed_optimizer_instances", 1, "a plan has one owner for each matrix"),
-    Limit("average_in_collective", False, "gradients are summed on their way to the owners"),
     Limit("reduce_scatter_with_fp32_accumulation", False, "gradients are reduced to owners instead"),
     Limit("param_name_patterns_for_fp32_local_accumulation", (), "buckets have one gradient dtype"),
     Limit("reuse_grad_buf_for_mxfp8_param_ag", False, UNTRIED),
@@ -76,19 +75,17 @@ BUCKETS: Final = (
 """The limits on `DistributedDataParallelConfig`."""
 
 MODEL: Final = (
-    Limit("num_moe_experts", None, f"{_OTHER_LAYERS}; `canzona train` trains experts"),
+    Limit("moe_shared_expert_intermediate_size", None, _OTHER_LAYERS),
+    Limit("moe_latent_size", None, _OTHER_LAYERS),
+    Limit("moe_single_grouped_weight", False, "one parameter with the weights of all experts is not a matrix"),
+    Limit("moe_single_grouped_bias", False, "one parameter with the biases of all experts looks like a matrix"),
+    Limit("moe_mlp_glu_interleave_size", None, "the rows of gate and projection would alternate in blocks"),
     Limit("multi_latent_attention", False, _OTHER_LAYERS),
     Limit("experimental_attention_variant", None, _OTHER_LAYERS),
     Limit("attention_output_gate", False, _OTHER_LAYERS),
     Limit("heterogeneous_block_specs", False, _OTHER_LAYERS),
     Limit("is_hybrid_model", False, _OTHER_LAYERS),
     Limit("mtp_num_layers", None, "Megatron clips the gradients of these layers by their own norm"),
-    Limit(
-        "gated_linear_unit",
-        True,
-        "the first matrices of the feed-forward layers are a gate and a projection",
-        "use a gated activation (--swiglu)",
-    ),
     Limit("qk_clip", False, "it would change weights, but not the masters that the engine keeps"),
     Limit("fp8_param", False, "weights are gathered in bf16 or fp32"),
     Limit("fp4", None, UNTRIED),
@@ -96,7 +93,5 @@ MODEL: Final = (
     Limit("num_layers_in_first_pipeline_stage", None, _EVEN_STAGES),
     Limit("num_layers_in_last_pipeline_stage", None, _EVEN_STAGES),
     Limit("pipeline_model_parallel_layout", None, _EVEN_STAGES),
-    Limit("account_for_embedding_in_pipeline_split", False, _EVEN_STAGES),
-    Limit("account_for_loss_in_pipeline_split", False, _EVEN_STAGES),
 )
 """The limits on `TransformerConfig`."""

@@ -117,7 +117,7 @@ def full_param_layout(
         raise PlanMismatch(key="parallel", planned=plan.subject.layout, actual=world.layout.mesh)
     names = {param: name for name, param in global_parameters([model])}
     shards = world.groups.dp_cp.size()
-    trainable = [param for param in model.parameters() if param.requires_grad]
+    trainable = [param for param in names if param.requires_grad]
     layouts = {}
     for key, (params, indices) in group_params_for_buffers(trainable, ddp_config.grad_reduce_in_fp32).items():
         if key.is_managed_by_layer_wise_optimizer:

@@ -5,8 +5,10 @@ import importlib.util
 import logging
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -32,7 +34,9 @@ from canzona_cli.core.setup.stages import count_parts_as_layers
 
 _LOG = logging.getLogger(__name__)
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_EXPERT = re.compile(r"(mlp\.experts\.linear_fc[12]\.weight)(\d+)")
+_EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.)?(linear_fc[12]\.weight)(\d*)")
+"""The name of an expert's weight in a layer: `linear_fc1.weight3`, or `local_experts.3.linear_fc1.weight` in Megatron's
+layers without grouped matmuls."""
 
 
 def transformer_config(setup: Setup, world: World, *, compiled: bool) -> TransformerConfig:
@@ -224,7 +228,7 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
 
 def global_names(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Yields the parameters of a model chunk with their names in the whole model, in which layers and experts
-    are numbered over all ranks."""
+    are numbered over all ranks, and experts are named as in grouped layers."""
     first_layer = first_expert = 0
     for module in model.modules():
         block = getattr(module, "layers", None)
@@ -236,15 +240,39 @@ def global_names(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Paramet
             # All layers of a rank have experts with the same indices.
             first_expert = module.local_expert_indices[0]
             break
-    for name, param in model.named_parameters():
+    for name, param in _in_plan_order(model.named_parameters()):
         match = _LAYER.fullmatch(name)
         if match is None:
             yield name, param
             continue
         part = match[2]
         if expert := _EXPERT.fullmatch(part):
-            part = f"{expert[1]}{int(expert[2]) + first_expert}"
+            part = f"mlp.experts.{expert[2]}{int(expert[1] or expert[3]) + first_expert}"
         yield f"decoder.layers.{int(match[1]) + first_layer}.{part}", param
+
+
+def _in_plan_order(named: Iterable[tuple[str, torch.nn.Parameter]]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yields the parameters of a model in the order of the plan. It differs from Megatron's order where a layer has a
+    module for each expert: first come all experts' fc1, then all experts' fc2, as in grouped layers."""
+
+    def layer(item: tuple[str, torch.nn.Parameter]) -> str:
+        """Returns the same text for the parameters of all experts of a layer."""
+        before, experts, _ = item[0].partition("local_experts.")
+        return before if experts else item[0]
+
+    for _, of_layer in groupby(named, layer):
+        yield from sorted(of_layer, key=lambda item: item[0].rpartition("linear_")[2])
+
+
+@contextmanager
+def parameters_in_plan_order(model: torch.nn.Module) -> Iterator[None]:
+    """Makes the model list its parameters in the order of the plan, from which Megatron makes gradient buffers."""
+    named = [*_in_plan_order(model.named_parameters())]
+    model.named_parameters = lambda *_, **__: iter(named)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del model.named_parameters
 
 
 def _matrices_to_draw(whole: Weight) -> list[tuple[str, int]]:

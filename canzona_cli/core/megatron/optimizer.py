@@ -2,6 +2,7 @@
 (`DistributedOptimizer`), and Muon for the strategies sc and layerwise."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from copy import copy
 
 import torch
@@ -35,6 +36,7 @@ from canzona_cli.core.megatron.matrix_buffers import (
     matrix_parameters,
     tag_matrices,
 )
+from canzona_cli.core.megatron.model import parameters_in_plan_order
 from canzona_cli.core.megatron.parallel import World, Wrapped, exchange_objects_as_json
 from canzona_cli.core.model.matrices import matrices as matrices_of
 from canzona_cli.core.planner.plan import Plan
@@ -100,7 +102,10 @@ def wrap_planned(
     tag_matrices(chunks, matrix_parameters(chunks, plan, world))
     size = _bucket_size(setup, world)
     layouts = [full_param_layout(c, index, plan, world, ddp_config, size) for index, c in enumerate(chunks)]
-    wrapped = _wrap(chunks, layouts, ddp_config, world)
+    with ExitStack() as stack:
+        for chunk in chunks:
+            stack.enter_context(parameters_in_plan_order(chunk))
+        wrapped = _wrap(chunks, layouts, ddp_config, world)
     owner_bucket_group.install(wrapped, plan, world)
     return wrapped
 
@@ -367,13 +372,14 @@ def _group_settings(config: MegatronOptimizerConfig) -> dict[str, object]:
     }
 
 
-def muon_group(config: MegatronOptimizerConfig) -> dict[str, object]:
-    """Returns the settings of the single parameter group that Megatron's Muon has for dense models, as
-    Megatron's checkpoints store them."""
+def muon_groups(config: MegatronOptimizerConfig, chunks: Wrapped) -> list[dict[str, object]]:
+    """Returns the settings of the parameter groups that Megatron's Muon has for wrapped model chunks, as Megatron's
+    checkpoints store them: one group, and a second one for experts that are divided among ranks."""
     params = [torch.nn.Parameter(torch.empty(1, 1))]
     muon = TensorParallelMuon(params, lr=config.lr, momentum=config.muon_momentum, weight_decay=config.weight_decay)
     settings = {key: value for key, value in muon.param_groups[0].items() if key != "params"}
-    return {**_group_settings(config), "is_expert_parallel": False, **settings}
+    kinds = (False, True) if chunks[0].expert_parallel_bucket_groups else (False,)
+    return [{**_group_settings(config), "is_expert_parallel": of_experts, **settings} for of_experts in kinds]
 
 
 def megatron_muon(

@@ -92,9 +92,11 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         assert self.grad_reduce_handle is None, "the bucket's previous reduction was not waited for"
         if self._config.check_for_nan_in_grad or self._config.check_for_large_grads:
             self.check_grads(self._config.check_for_nan_in_grad, self._config.check_for_large_grads)
-        if self._bucket.gradient_scaling_factor != 1.0:
+        # Gradients are summed on their way to owners, also if Megatron's own collectives average them.
+        scale = self._bucket.gradient_scaling_factor / (self._group.size() if self._config.average_in_collective else 1)
+        if scale != 1.0:
             with torch.no_grad():
-                self._bucket.grad_data.mul_(self._bucket.gradient_scaling_factor)
+                self._bucket.grad_data.mul_(scale)
         handle = PendingCollectives(self.reducing.start(self._bucket.grad_data))
         if self._config.overlap_grad_reduce:
             self.grad_reduce_handle = handle

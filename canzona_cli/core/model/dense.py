@@ -114,11 +114,15 @@ def activations(model: ModelConfig, fused: bool) -> Activations:
     - without a gate: up, f, and its activation, f.
     """
     core = _attention(model)
-    queries, keys, ffn = core.queries, core.keys, model.ffn_hidden_size
+    queries, keys = core.queries, core.keys
     fused_qkv, rotated, context = queries + 2 * keys, queries + keys, queries
-    copies = 2 if not model.gated else 3 if fused else 5
-    cut = fused_qkv + queries + rotated + context + copies * ffn
-    return Activations(stream=4, cut=cut, largest=(3 if model.gated else 2) * ffn)
+    cut = fused_qkv + queries + rotated + context + feed_forward_elements(model, fused)
+    return Activations(stream=4, cut=cut, largest=(3 if model.gated else 2) * model.ffn_hidden_size)
+
+
+def feed_forward_elements(model: ModelConfig, fused: bool) -> int:
+    """Counts the elements per token that a feed-forward network keeps, see `activations`."""
+    return (2 if not model.gated else 3 if fused else 5) * model.ffn_hidden_size
 
 
 def forward_flops(model: ModelConfig, seq_length: int) -> float:

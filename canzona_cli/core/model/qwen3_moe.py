@@ -11,7 +11,7 @@ Source: Qwen3 Technical Report, arXiv 2505.09388, the published `config.json` fi
 from dataclasses import replace
 from functools import lru_cache
 
-from canzona_cli.core.model.dense import LAYER_NAMES
+from canzona_cli.core.model.dense import LAYER_NAMES, feed_forward_elements
 from canzona_cli.core.model.family import Activations, Family, Foreign, Norm, Router, Weight, Work, head_width
 from canzona_cli.core.model.qwen3 import DEFAULTS, QWEN3
 from canzona_cli.core.setup import ModelConfig
@@ -46,7 +46,8 @@ def _routers(model: ModelConfig) -> tuple[Router, ...]:
 def _modules(model: ModelConfig) -> tuple[Work, ...]:
     """Lists the modules of a layer with their memory traffic.
 
-    SwiGLU reads or writes an expert's `ffn_hidden_size` elements per token three times. A copy of a token for
+    SwiGLU reads or writes an expert's `ffn_hidden_size` elements per token three times, an activation without a gate
+    twice. A copy of a token for
     each of its experts is read and written; adding up the experts' results takes the same traffic. The
     router's matmul is not included, because in the published models it has less than 1% of the FLOPs of the
     experts' matmuls.
@@ -69,7 +70,7 @@ def _activations(model: ModelConfig, fused: bool) -> Activations:
     """Counts the activations of a layer as in the dense family, but those of the feed-forward network once
     for each of a token's experts, and adds the token's copies and results, 2 h for each expert."""
     dense, chosen = QWEN3.activations(model, fused), model.experts_per_token
-    network = (3 if fused else 5) * model.ffn_hidden_size
+    network = feed_forward_elements(model, fused)
     return replace(
         dense,
         cut=dense.cut + (chosen - 1) * network,

@@ -12,18 +12,18 @@ VOCABULARY = "model.vocab_size=151936"
 
 
 @pytest.mark.parametrize(
-    ("name", "overrides", "in_megatrons_loop"),
+    ("name", "overrides", "in_own_loop"),
     [
-        ("llama3-8b.txt", (), True),
+        ("llama3-8b.txt", (), False),
         ("muon-621m.txt", ("model.vocab_size=128256",), False),
-        ("llama3-70b.txt", (), None),
+        ("llama3-70b.txt", (), True),
+        ("qwen3-30b-a3b.txt", (VOCABULARY,), True),
     ],
 )
 def test_a_command_line_is_one_screen_that_says_which_loop_trains_the_model(
-    name: str, overrides: tuple[str, ...], in_megatrons_loop: bool | None
+    name: str, overrides: tuple[str, ...], in_own_loop: bool
 ) -> None:
-    """LayerNorm and a learning rate for the embedding exist in Megatron's loop only; the engine needs gated layers
-    in both. None: nothing is said about the loop."""
+    """LayerNorm, layers without a gate, and a learning rate for the embedding exist in Megatron's loop only."""
     result = canzona("plan", "--from-megatron", FILES / name, *overrides)
     assert (result.returncode, result.stderr) == (0, "")
     *screen, command = result.stdout.splitlines()
@@ -31,10 +31,8 @@ def test_a_command_line_is_one_screen_that_says_which_loop_trains_the_model(
     assert len(screen) + -(-len(command) // 80) <= 25
     assert "\n  layer-wise Muon" in result.stdout
     assert command.startswith("canzona train recipe=") or "cannot train" in result.stdout
-    if in_megatrons_loop is not None:
-        assert ("use_in_megatron_lm()" in result.stdout) is in_megatrons_loop
-        assert ("canzona's own loop cannot train this model:" in result.stdout) is in_megatrons_loop
-        assert ("canzona plans this model, but cannot train it:" in result.stdout) is not in_megatrons_loop
+    assert "use_in_megatron_lm()" in result.stdout
+    assert ("canzona's own loop cannot train this model:" in result.stdout) is not in_own_loop
 
 
 def test_the_screen_needs_no_torch() -> None:
