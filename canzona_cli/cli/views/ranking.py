@@ -1,10 +1,12 @@
 """The views of `canzona report --compare` for three or more runs, and of a finished sweep: groups of runs, with the
 best one first."""
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import dropwhile
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -20,10 +22,12 @@ from canzona_cli.records.groups import (
     JUDGED_SEEDS,
     SMOOTHED_STEPS,
     By,
+    Difference,
     Ranking,
     losses_of,
     product,
 )
+from canzona_cli.records.statistics import MeanSpread
 from canzona_cli.records.summary import RunSummary
 from canzona_cli.records.words import MISSING, count, duration, number, plural, size, step_time
 
@@ -31,8 +35,9 @@ _LONGEST_LABEL = 40
 _MOST_NAMES = 4
 """The most runs that a remark names."""
 _SHOWN_SHARE = 5
-"""Loss curves begin after the warm-up, and after a fifth of the steps: before that, losses fall so far that the ends of
-the curves would lie on one another."""
+"""Loss curves begin after the warm-up, and after a fifth of the steps. Also, each begins where it has fallen to the
+highest loss in the middle of the steps: before that, losses fall so far that the ends of the curves would lie on one
+another."""
 _loss = partial(number, spec=".4f")
 
 
@@ -48,7 +53,7 @@ class RankingView(Page):
         ranking = self.ranking
         labels = group_labels(ranking)
         yield GroupedTable(head=_head(ranking), labels=labels, groups=list(_columns(ranking)))
-        yield from map(note, _explanation(ranking))
+        yield from map(note, _explanation(ranking, labels))
         if (verdict := verdict_text(ranking)) is not None and not screen.page:  # there, it is at the top
             yield Text()
             yield paragraph(verdict, "bold")
@@ -101,23 +106,30 @@ def _columns(ranking: Ranking) -> Iterator[Columns]:
         )
         yield Columns(name, ("tried", "best "), [*zip(map(_range, tried), best_rates, strict=True)])
     rows = [
-        (MISSING,) * 3 if best is None else (_loss(best.mean), _loss(best.spread), str(len(best.losses)))
+        (MISSING,) * 3 if best is None else (_loss(best.loss.mean), _loss(best.loss.spread), str(len(best.losses)))
         for best in (line.best for line in lines)
     ]
     losses = Columns(f"{ranking.by} loss", ("mean", "spread", "seeds"), rows)
     yield losses if _has_spread(ranking) else losses.drop("spread", "seeds")
     if any(line.step_s is not None for line in lines):
-        yield column("step", [step_time(line.step_s) for line in lines])
+        yield column("step", [_step(line.step_s) for line in lines])
     if len(lines) > 1 and ranking.target is not None:
         reached = [(line, ranking.reached(line)) for line in lines]
         cells = [
-            (duration(product(step, line.step_s)), count(product(step, line.tokens_per_step))) for line, step in reached
+            (duration(line.seconds_of(step)), count(product(step, line.tokens_per_step))) for line, step in reached
         ]
         yield Columns(f"until {_loss(ranking.target)}", ("time", "tokens"), cells)
 
 
 def _has_spread(ranking: Ranking) -> bool:
-    return any(line.best is not None and line.best.spread is not None for line in ranking.lines)
+    return any(line.best is not None and line.best.loss.spread is not None for line in ranking.lines)
+
+
+def _step(seconds: MeanSpread | None) -> str:
+    """Formats the seconds of a step: the mean, and the spread over runs as a share of it."""
+    if seconds is None or seconds.spread is None:
+        return step_time(None if seconds is None else seconds.mean)
+    return f"{step_time(seconds.mean)} ±{100 * seconds.spread / seconds.mean:.0f}%"
 
 
 def _range(tried: Sequence[float]) -> str:
@@ -125,9 +137,9 @@ def _range(tried: Sequence[float]) -> str:
     return f"{tried[0]:g}" if len(tried) == 1 else f"{tried[0]:g}..{tried[-1]:g}"
 
 
-def _explanation(ranking: Ranking) -> Iterator[str]:
+def _explanation(ranking: Ranking, labels: Sequence[str]) -> Iterator[str]:
     """Yields the sentence that says what the numbers of the table are."""
-    if ranking.step is None or ranking.target is None:
+    if ranking.step is None or ranking.reference is None:
         yield "there is no step at which all groups have a loss"
         return
     runs = plural(len(ranking.comparison.runs), "run")
@@ -135,30 +147,63 @@ def _explanation(ranking: Ranking) -> Iterator[str]:
     if ranking.by == "training":
         parts.append(f"mean of {SMOOTHED_STEPS} logged steps, because there is no common validation")
     if _has_spread(ranking):
-        parts.append("spread: standard deviation over seeds")
+        parts.append("spread: standard deviation over seeds; ±: over runs")
+    if any(group.unequal_seeds for group in ranking.groups):
+        parts.append("best: by the seeds that all rates of a group have")
     if len(ranking.lines) > 1:
-        parts.append(f"until {_loss(ranking.target)}: when the mean curve reaches the loss of the last line")
+        reference = labels[ranking.lines.index(ranking.reference)]
+        parts.append(f"until {_loss(ranking.target)}: when the mean curve reaches the loss of {reference}")
+    if judged := [each for each in ranking.verdict if each.p is not None]:
+        holm = f" with {labels[0]}, adjusted for {len(judged)} comparisons (Holm)" * (len(judged) > 1)
+        chosen = ", at best rates chosen on the same seeds" * any(len(group.trials) > 1 for group in ranking.lines)
+        parts.append(f"p: paired t-test over {_shared(judged)}{holm}{chosen}")
     yield "; ".join(parts)
 
 
 def verdict_text(ranking: Ranking) -> str | None:
-    """Returns the sentence that compares the first two groups, or says what is missing; None if there are no two
-    groups with losses."""
-    verdict = ranking.verdict
-    if verdict is None:
+    """Returns the sentences that say which groups are not told apart from the best one and which are worse, or what is
+    missing; None if there are no two groups with losses."""
+    if not (verdict := ranking.verdict):
         return None
     named = "" if (head := _head(ranking)) in ("optimizer", "group") else f"{head} "
-    best, second = (f"{named}{label}" for label in group_labels(ranking)[:2])
-    seeds, lower = plural(verdict.seeds, "shared seed"), f"{best} is lower than {second} by {_loss(verdict.gap)}"
-    if verdict.p is None:
-        return f"{lower}; no verdict: {seeds}, and a verdict needs {JUDGED_SEEDS}"
-    test = f"(paired t-test, p = {number(verdict.p, '.2g')})"
-    if verdict.better and not verdict.at_edge:
-        return f"{best} is better than {second}: lower by {_loss(verdict.gap)} over {seeds} {test}"
-    if verdict.better:
-        return f"{lower} over {seeds} {test}, but only at the rates tried: a best rate is the lowest or highest of them"
-    gap = _loss(abs(verdict.gap))
-    return f"no verdict: {best} and {second} differ by {gap} over {seeds}, but seeds vary too much {test}"
+    best, *others = (f"{named}{label}" for label in group_labels(ranking))
+    cases: dict[str, list[tuple[str, Difference]]] = {"together": [], "better": [], "lower": [], "open": []}
+    for label, line, each in zip(others, ranking.lines[1:], verdict, strict=False):
+        above = "lower" if ranking.only_at_rates(line) else "better"
+        cases["open" if each.higher is None else above if each.higher else "together"].append((label, each))
+    clauses = []
+    for case, members in cases.items():
+        if members:
+            labels, differences = zip(*members, strict=True)
+            clauses.append(_clause(case, best, labels, differences))
+    return "; ".join(clauses)
+
+
+def _clause(case: str, best: str, others: Sequence[str], differences: Sequence[Difference]) -> str:
+    """Says how the losses of some groups differ from that of the best one."""
+    several, p = len(others) > 1, [each.p for each in differences if each.p is not None]
+    gap = _loss(min(each.gap for each in differences)) + " or more" * several
+    lower = f"{best} is lower than {_and(others)} by {gap}"
+    if case == "open":
+        return f"{lower}; no verdict there: {_shared(differences)}, and a verdict needs {JUDGED_SEEDS}"
+    if case == "together":
+        widest = _loss(max(abs(each.gap) for each in differences)) + " or less" * several
+        apart = f"(p {'≥' if several else '='} {number(min(p), '.2g')})"
+        return f"{_and([best, *others])} are not told apart: they differ by {widest} {apart}"
+    apart = f"(p {'≤' if several else '='} {number(max(p), '.2g')})"
+    if case == "better":
+        return f"{best} is better than {_and(others)}: lower by {gap} {apart}"
+    return f"{lower} {apart}, but only at the rates tried: a best rate is the lowest or highest of them"
+
+
+def _and(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def _shared(differences: Sequence[Difference]) -> str:
+    """Returns the number of shared seeds, or the smallest and the largest number."""
+    least, *_, most = sorted([differences[0].seeds, *(each.seeds for each in differences)])
+    return f"{least} to " * (least < most) + plural(most, "shared seed")
 
 
 def _remarks(ranking: Ranking, labels: Sequence[str]) -> Iterator[str]:
@@ -253,12 +298,16 @@ def _loss_curves(ranking: Ranking, labels: Sequence[str], by: By) -> Curves:
     last = max((step for *_, losses in drawn for step in losses), default=0)
     warmups = (run.config.schedule.warmup_steps or 0 for _, _, run, _ in drawn if run.config is not None)
     begin = max([last // _SHOWN_SHARE, *warmups])
+    middle = [loss for *_, losses in drawn for step, loss in losses.items() if step >= max(begin, last // 2)]
+    highest = max(middle, default=math.inf)
     curves = []
     for label, name, _, losses in drawn:
         points = [(step, loss) for step, loss in losses.items() if step >= begin]
+        points = [*dropwhile(lambda point: point[1] > highest, points)]
         curves.append(Curve(name=name, points=points, group=label, dots=by == "validation" and len(points) < 100))
+    begin = min((curve.points[0][0] for curve in curves if curve.points), default=begin)
     smoothed = f", mean of {SMOOTHED_STEPS} steps" if by == "training" else ""
-    return Curves(title=f"{by} loss{smoothed}, from step {begin:,}", curves=curves, numbers=_loss, show=_loss)
+    return Curves(title=f"{by} loss{smoothed}, from step {begin:,.0f}", curves=curves, numbers=_loss, show=_loss)
 
 
 def _losses_by_rate(ranking: Ranking, labels: Sequence[str]) -> Iterator[Curves]:
@@ -266,8 +315,10 @@ def _losses_by_rate(ranking: Ranking, labels: Sequence[str]) -> Iterator[Curves]
     for key in ranking.rates:
         curves = []
         for label, group in zip(labels if len(ranking.groups) > 1 else ["loss"], ranking.groups, strict=True):
-            trials = sorted((trial for trial in group.trials if trial.losses), key=lambda trial: -trial.mean)
-            points = {trial.rates[key]: trial.mean for trial in trials}  # the lowest loss of each value is the last
+            trials = sorted((trial for trial in group.trials if trial.losses), key=lambda trial: -trial.loss.mean)
+            points = {
+                trial.rates[key]: trial.loss.mean for trial in trials
+            }  # the lowest loss of each value is the last
             curves.append(Curve(name=label, points=sorted(points.items()), dots=True))
         if any(len(curve.points) > 1 for curve in curves):
             yield Curves(title=f"loss by {key}", curves=curves, axes="log x", x=key, show=_loss)
