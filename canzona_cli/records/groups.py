@@ -168,8 +168,7 @@ class Difference:
 def differences(best: Mapping[int, float], others: Iterable[Mapping[int, float]]) -> list[Difference]:
     """Compares the losses of groups with those of the best one, all by seed."""
     gaps = [([losses[seed] - best[seed] for seed in best.keys() & losses.keys()], losses) for losses in others]
-    judged = holm([paired_p(pairs) for pairs, _ in gaps if len(pairs) >= JUDGED_SEEDS])
-    adjusted = iter(judged)
+    adjusted = iter(holm([paired_p(pairs) for pairs, _ in gaps if len(pairs) >= JUDGED_SEEDS]))
     return [
         Difference(
             gap=statistics.fmean(pairs or losses.values()) - (0.0 if pairs else statistics.fmean(best.values())),

@@ -149,7 +149,7 @@ def _explanation(ranking: Ranking, labels: Sequence[str]) -> Iterator[str]:
     if _has_spread(ranking):
         parts.append("spread: standard deviation over seeds; ±: over runs")
     if any(group.unequal_seeds for group in ranking.groups):
-        parts.append("best: by the seeds that all rates of a group have")
+        parts.append("best: by the seeds that all rates of a group have, if there are any")
     if len(ranking.lines) > 1:
         reference = labels[ranking.lines.index(ranking.reference)]
         parts.append(f"until {_loss(ranking.target)}: when the mean curve reaches the loss of {reference}")
@@ -161,7 +161,7 @@ def _explanation(ranking: Ranking, labels: Sequence[str]) -> Iterator[str]:
 
 
 def verdict_text(ranking: Ranking) -> str | None:
-    """Returns the sentences that say which groups are not told apart from the best one and which are worse, or what is
+    """Returns the sentence that says which groups are not told apart from the best one and which are worse, or what is
     missing; None if there are no two groups with losses."""
     if not (verdict := ranking.verdict):
         return None
@@ -305,9 +305,9 @@ def _loss_curves(ranking: Ranking, labels: Sequence[str], by: By) -> Curves:
         points = [(step, loss) for step, loss in losses.items() if step >= begin]
         points = [*dropwhile(lambda point: point[1] > highest, points)]
         curves.append(Curve(name=name, points=points, group=label, dots=by == "validation" and len(points) < 100))
-    begin = min((curve.points[0][0] for curve in curves if curve.points), default=begin)
+    first = min((curve.points[0][0] for curve in curves if curve.points), default=begin)
     smoothed = f", mean of {SMOOTHED_STEPS} steps" if by == "training" else ""
-    return Curves(title=f"{by} loss{smoothed}, from step {begin:,.0f}", curves=curves, numbers=_loss, show=_loss)
+    return Curves(title=f"{by} loss{smoothed}, from step {first:,.0f}", curves=curves, numbers=_loss, show=_loss)
 
 
 def _losses_by_rate(ranking: Ranking, labels: Sequence[str]) -> Iterator[Curves]:
