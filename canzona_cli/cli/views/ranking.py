@@ -110,7 +110,7 @@ def _columns(ranking: Ranking) -> Iterator[Columns]:
         for best in (line.best for line in lines)
     ]
     losses = Columns(f"{ranking.by} loss", ("mean", "spread", "seeds"), rows)
-    yield losses if _has_spread(ranking) else losses.drop("spread", "seeds")
+    yield losses.drop(*["spread"] * (not _has_spread(ranking)), *["seeds"] * (len(_seeds(ranking)) == 1))
     if any(line.step_s is not None for line in lines):
         yield column("step", [_step(line.step_s) for line in lines])
     if len(lines) > 1 and ranking.target is not None:
@@ -119,6 +119,11 @@ def _columns(ranking: Ranking) -> Iterator[Columns]:
             (duration(line.seconds_of(step)), count(product(step, line.tokens_per_step))) for line, step in reached
         ]
         yield Columns(f"until {_loss(ranking.target)}", ("time", "tokens"), cells)
+
+
+def _seeds(ranking: Ranking) -> set[int]:
+    """Returns the numbers of seeds of the best rates."""
+    return {len(line.best.losses) for line in ranking.lines if line.best is not None}
 
 
 def _has_spread(ranking: Ranking) -> bool:
@@ -147,7 +152,10 @@ def _explanation(ranking: Ranking, labels: Sequence[str]) -> Iterator[str]:
     if ranking.by == "training":
         parts.append(f"mean of {SMOOTHED_STEPS} logged steps, because there is no common validation")
     if _has_spread(ranking):
-        parts.append("spread: standard deviation over seeds; ±: over runs")
+        seeds = _seeds(ranking)
+        parts.append(f"spread: standard deviation over {f'{min(seeds)} ' * (len(seeds) == 1)}seeds")
+    if any(line.step_s is not None and line.step_s.spread is not None for line in ranking.lines):
+        parts.append("±: standard deviation over runs")
     if any(group.unequal_seeds for group in ranking.groups):
         parts.append("best: by the seeds that all rates of a group have, if there are any")
     if len(ranking.lines) > 1:
@@ -170,30 +178,24 @@ def verdict_text(ranking: Ranking) -> str | None:
     cases: dict[str, list[tuple[str, Difference]]] = {"together": [], "better": [], "lower": [], "open": []}
     for label, line, each in zip(others, ranking.lines[1:], verdict, strict=False):
         above = "lower" if ranking.only_at_rates(line) else "better"
-        cases["open" if each.higher is None else above if each.higher else "together"].append((label, each))
-    clauses = []
-    for case, members in cases.items():
-        if members:
-            labels, differences = zip(*members, strict=True)
-            clauses.append(_clause(case, best, labels, differences))
-    return "; ".join(clauses)
+        p = "" if each.p is None else f", p = {number(each.p, '.2g')}"
+        text = f"{label} (by {_loss(abs(each.gap))}{p})"
+        cases["open" if each.higher is None else above if each.higher else "together"].append((text, each))
+    return "; ".join(_clause(case, best, members) for case, members in cases.items() if members)
 
 
-def _clause(case: str, best: str, others: Sequence[str], differences: Sequence[Difference]) -> str:
+def _clause(case: str, best: str, members: Sequence[tuple[str, Difference]]) -> str:
     """Says how the losses of some groups differ from that of the best one."""
-    several, p = len(others) > 1, [each.p for each in differences if each.p is not None]
-    gap = _loss(min(each.gap for each in differences)) + " or more" * several
-    lower = f"{best} is lower than {_and(others)} by {gap}"
-    if case == "open":
-        return f"{lower}; no verdict there: {_shared(differences)}, and a verdict needs {JUDGED_SEEDS}"
+    others, differences = zip(*members, strict=True)
     if case == "together":
-        widest = _loss(max(abs(each.gap) for each in differences)) + " or less" * several
-        apart = f"(p {'≥' if several else '='} {number(min(p), '.2g')})"
-        return f"{_and([best, *others])} are not told apart: they differ by {widest} {apart}"
-    apart = f"(p {'≤' if several else '='} {number(max(p), '.2g')})"
+        return f"{_and([best, *others])} are not told apart"
     if case == "better":
-        return f"{best} is better than {_and(others)}: lower by {gap} {apart}"
-    return f"{lower} {apart}, but only at the rates tried: a best rate is the lowest or highest of them"
+        return f"{best} is better than {_and(others)}"
+    if case == "lower":
+        edge = "but only at the rates tried: a best rate is the lowest or highest of them"
+        return f"{best} is lower than {_and(others)}, {edge}"
+    needed = f"{_shared(differences)}, and a verdict needs {JUDGED_SEEDS}"
+    return f"{best} is lower than {_and(others)}, without a verdict: {needed}"
 
 
 def _and(names: Sequence[str]) -> str:
