@@ -22,7 +22,6 @@ from canzona_cli.records.groups import (
     JUDGED_SEEDS,
     SMOOTHED_STEPS,
     By,
-    Difference,
     Ranking,
     losses_of,
     product,
@@ -38,6 +37,11 @@ _SHOWN_SHARE = 5
 """Loss curves begin after the warm-up, and after a fifth of the steps. Also, each begins where it has fallen to the
 highest loss in the middle of the steps: before that, losses fall so far that the ends of the curves would lie on one
 another."""
+_NOT_TOLD_APART = ("is not told apart from", "")
+_WORSE = ("is better than", "")
+_AT_THESE_RATES = ("is lower than", ", but only at the rates tried: a best rate is the lowest or highest of them")
+_NOT_JUDGED = ("is lower than", f", without a verdict, which needs {JUDGED_SEEDS} shared seeds")
+"""The verdicts on a group: what stands before and after its name."""
 _loss = partial(number, spec=".4f")
 
 
@@ -110,7 +114,8 @@ def _columns(ranking: Ranking) -> Iterator[Columns]:
         for best in (line.best for line in lines)
     ]
     losses = Columns(f"{ranking.by} loss", ("mean", "spread", "seeds"), rows)
-    yield losses.drop(*["spread"] * (not _has_spread(ranking)), *["seeds"] * (len(_seeds(ranking)) == 1))
+    seeds = _seeds(ranking)
+    yield losses.drop(*["spread"] * (max(seeds, default=0) < 2), *["seeds"] * (len(seeds) < 2))
     if any(line.step_s is not None for line in lines):
         yield column("step", [_step(line.step_s) for line in lines])
     if len(lines) > 1 and ranking.target is not None:
@@ -124,10 +129,6 @@ def _columns(ranking: Ranking) -> Iterator[Columns]:
 def _seeds(ranking: Ranking) -> set[int]:
     """Returns the numbers of seeds of the best rates."""
     return {len(line.best.losses) for line in ranking.lines if line.best is not None}
-
-
-def _has_spread(ranking: Ranking) -> bool:
-    return any(line.best is not None and line.best.loss.spread is not None for line in ranking.lines)
 
 
 def _step(seconds: MeanSpread | None) -> str:
@@ -151,9 +152,8 @@ def _explanation(ranking: Ranking, labels: Sequence[str]) -> Iterator[str]:
     parts = [f"{runs}; {ranking.by} loss at step {ranking.step:,}, the last that all have"]
     if ranking.by == "training":
         parts.append(f"mean of {SMOOTHED_STEPS} logged steps, because there is no common validation")
-    if _has_spread(ranking):
-        seeds = _seeds(ranking)
-        parts.append(f"spread: standard deviation over {f'{min(seeds)} ' * (len(seeds) == 1)}seeds")
+    if max(seeds := _seeds(ranking)) > 1:
+        parts.append(f"spread: standard deviation over {'' if len(seeds) > 1 else f'{max(seeds)} '}seeds")
     if any(line.step_s is not None and line.step_s.spread is not None for line in ranking.lines):
         parts.append("±: standard deviation over runs")
     if any(group.unequal_seeds for group in ranking.groups):
@@ -161,10 +161,11 @@ def _explanation(ranking: Ranking, labels: Sequence[str]) -> Iterator[str]:
     if len(ranking.lines) > 1:
         reference = labels[ranking.lines.index(ranking.reference)]
         parts.append(f"until {_loss(ranking.target)}: when the mean curve reaches the loss of {reference}")
-    if judged := [each for each in ranking.verdict if each.p is not None]:
+    if judged := [each.seeds for each in ranking.verdict if each.p is not None]:
+        span = f"{min(judged)} to {max(judged)}" if len({*judged}) > 1 else judged[0]
         holm = f" with {labels[0]}, adjusted for {len(judged)} comparisons (Holm)" * (len(judged) > 1)
         chosen = ", at best rates chosen on the same seeds" * any(len(group.trials) > 1 for group in ranking.lines)
-        parts.append(f"p: paired t-test over {_shared(judged)}{holm}{chosen}")
+        parts.append(f"p: paired t-test over {span} shared seeds{holm}{chosen}")
     yield "; ".join(parts)
 
 
@@ -175,37 +176,17 @@ def verdict_text(ranking: Ranking) -> str | None:
         return None
     named = "" if (head := _head(ranking)) in ("optimizer", "group") else f"{head} "
     best, *others = (f"{named}{label}" for label in group_labels(ranking))
-    cases: dict[str, list[tuple[str, Difference]]] = {"together": [], "better": [], "lower": [], "open": []}
+    cases: dict[tuple[str, str], list[str]] = {}
     for label, line, each in zip(others, ranking.lines[1:], verdict, strict=False):
-        above = "lower" if ranking.only_at_rates(line) else "better"
-        p = "" if each.p is None else f", p = {number(each.p, '.2g')}"
-        text = f"{label} (by {_loss(abs(each.gap))}{p})"
-        cases["open" if each.higher is None else above if each.higher else "together"].append((text, each))
-    return "; ".join(_clause(case, best, members) for case, members in cases.items() if members)
-
-
-def _clause(case: str, best: str, members: Sequence[tuple[str, Difference]]) -> str:
-    """Says how the losses of some groups differ from that of the best one."""
-    others, differences = zip(*members, strict=True)
-    if case == "together":
-        return f"{_and([best, *others])} are not told apart"
-    if case == "better":
-        return f"{best} is better than {_and(others)}"
-    if case == "lower":
-        edge = "but only at the rates tried: a best rate is the lowest or highest of them"
-        return f"{best} is lower than {_and(others)}, {edge}"
-    needed = f"{_shared(differences)}, and a verdict needs {JUDGED_SEEDS}"
-    return f"{best} is lower than {_and(others)}, without a verdict: {needed}"
+        judged = plural(each.seeds, "shared seed") if each.p is None else f"p = {number(each.p, '.2g')}"
+        worse = _AT_THESE_RATES if ranking.only_at_rates(line) else _WORSE
+        case = _NOT_JUDGED if each.higher is None else worse if each.higher else _NOT_TOLD_APART
+        cases.setdefault(case, []).append(f"{label} (by {_loss(abs(each.gap))}, {judged})")
+    return "; ".join(f"{best} {verb} {_and(labels)}{caveat}" for (verb, caveat), labels in cases.items())
 
 
 def _and(names: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-
-
-def _shared(differences: Sequence[Difference]) -> str:
-    """Returns the number of shared seeds, or the smallest and the largest number."""
-    least, *_, most = sorted([differences[0].seeds, *(each.seeds for each in differences)])
-    return f"{least} to " * (least < most) + plural(most, "shared seed")
 
 
 def _remarks(ranking: Ranking, labels: Sequence[str]) -> Iterator[str]:

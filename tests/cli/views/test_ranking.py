@@ -74,8 +74,8 @@ def test_a_rate_at_the_edge_and_a_missing_verdict_are_said(tmp_path: Path) -> No
     text = words(printed(RankingView(ranking=ranked(add_sweep(tmp_path, losses))), 120))
     assert "0.01..0.02 0.02!" in text
     assert "muon, soap: the best lr is the highest tried; the optimum may be above it" in text
-    said = "muon is lower than soap (by 1.0000) and adamw (by 2.0200), without a verdict: 1 shared seed, and a verdict"
-    assert f"{said} needs 3" in text
+    said = "muon is lower than soap (by 1.0000, 1 shared seed) and adamw (by 2.0200, 1 shared seed), without a verdict"
+    assert f"{said}, which needs 3 shared seeds" in text
 
 
 def test_the_leading_groups_are_told_from_the_rest(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_the_leading_groups_are_told_from_the_rest(tmp_path: Path) -> None:
         for name, more in (("soap", 0.0), ("adamw", 0.2))
     }
     text = words(printed(RankingView(ranking=ranked(add_sweep(tmp_path, losses))), 120))
-    assert "muon and normuon (by 0.0100, p = 0.77) are not told apart; muon is better than soap (by 0.5000" in text
+    assert "muon is not told apart from normuon (by 0.0100, p = 0.77); muon is better than soap (by 0.5000" in text
 
 
 def test_unequal_seeds_of_the_rates_are_said(tmp_path: Path) -> None:
@@ -106,14 +106,14 @@ def test_the_time_of_a_step_has_its_spread(tmp_path: Path) -> None:
 def test_seeds_that_differ_as_much_as_groups_make_no_verdict(tmp_path: Path) -> None:
     losses = {("muon", 0.01): {1: 2.0, 2: 2.6, 3: 2.2}, ("adamw", 0.01): {1: 2.5, 2: 2.1, 3: 2.7}}
     text = words(printed(RankingView(ranking=ranked(add_sweep(tmp_path, losses))), 120))
-    assert "muon and adamw (by 0.1667, p = 0.67) are not told apart" in text
+    assert "muon is not told apart from adamw (by 0.1667, p = 0.67)" in text
 
 
 def test_rates_alone_and_seeds_alone_are_named(tmp_path: Path) -> None:
     rates = add_sweep(tmp_path / "rates", {("muon", lr): {1: 2.0 + lr} for lr in (0.01, 0.02, 0.05)})
     text = printed(RankingView(ranking=ranked(rates)), 80)
     assert [line.split()[0] for line in text.splitlines()[1:6]] == ["lr", "─────", "0.01", "0.02", "0.05"]
-    assert "lr 0.01 is lower than lr 0.02 (by 0.0100) and lr 0.05 (by 0.0400)" in words(text)
+    assert "lr 0.01 is lower than lr 0.02 (by 0.0100, 1 shared seed) and lr 0.05 (by" in words(text)
     seeds = add_sweep(tmp_path / "seeds", {("muon", 0.01): {1: 2.0, 2: 2.1, 3: 2.2}})
     assert "all runs" in printed(RankingView(ranking=ranked(seeds)), 80)
 
