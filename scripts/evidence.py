@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 """Trains a small recipe with each optimizer at its best learning rates, and writes the raw results and their tables.
 
-    python scripts/evidence.py RUNS [--recipe qwen3-tiny] [KEY=VALUE ...]      # about 45 runs
+    python scripts/evidence.py RUNS [--recipe qwen3-tiny] [KEY=VALUE ...]      # about 35 runs
     python scripts/evidence.py [--check]              # only the tables, from the raw results
 
 The runs are three sweeps by `canzona train --sweep`, in folders of RUNS; finished runs are not repeated, so the same
-command goes on after an interruption:
+command goes on after an interruption, which writes the results of the runs that have finished:
 
-- `adamw_lr`: the rate of everything that is not a matrix, with three optimizers at the recipe's rates of matrices. The
-  best is the rate with the lowest mean over the optimizers; all other runs use it.
+- `adamw_lr`: the rate of everything that is not a matrix, with some optimizers at the recipe's rates of matrices, from
+  the recipe's rate and its neighbours in `ADAMW_LRS` until the best has a worse one on both sides. The best is the rate
+  with the lowest mean over the optimizers; all other runs use it.
 - `lr`: for each optimizer, the rates of matrices by factors of 2 from the recipe's down, extended until the best has
   a worse one on both sides.
 - `seeds`: each optimizer's best rate with more seeds.
@@ -24,7 +25,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
 from figures import Table, replace_table
 
@@ -35,10 +36,10 @@ from canzona_cli.core.errors import ExitCode
 from canzona_cli.records.codec import load
 from canzona_cli.records.corpus import PreparedCorpus
 from canzona_cli.records.files import RunFiles
-from canzona_cli.records.groups import first_step_at
-from canzona_cli.records.statistics import paired_p
+from canzona_cli.records.groups import Difference, differences, first_step_at
+from canzona_cli.records.statistics import MeanSpread
 from canzona_cli.records.summary import load_summary
-from canzona_cli.records.words import MISSING, plural
+from canzona_cli.records.words import MISSING, number
 
 PAGE = Path(__file__).parents[1] / "recipes" / "EVIDENCE.md"
 RAW = PAGE.with_name("evidence")
@@ -115,7 +116,12 @@ def sweep(folder: Path, recipe: str, *overrides: str) -> tuple[Trained, ...]:
     code = subprocess.run([*train, f"run.dir={folder}"], check=False).returncode
     if code not in (ExitCode.OK, ExitCode.CRASH):
         raise SystemExit(code)
-    return tuple(run for path in sorted(folder.iterdir()) if (run := read(path)) is not None)
+    return finished(folder)
+
+
+def finished(folder: Path) -> tuple[Trained, ...]:
+    """Reads the finished runs of a sweep; there are none if it has not begun."""
+    return tuple(run for path in sorted(folder.glob("*/")) if (run := read(path)) is not None)
 
 
 def read(run_dir: Path) -> Trained | None:
@@ -147,29 +153,53 @@ def of(optimizer: str, runs: Sequence[Trained]) -> list[Trained]:
 
 def best_adamw_lr(runs: Sequence[Trained]) -> float:
     """Returns the AdamW rate with the lowest mean of the optimizers' final losses."""
-    return min(ADAMW_LRS, key=lambda rate: fmean(run.final for run in runs if run.adamw_lr == rate))
+    return min(adamw_lr_means(runs).items(), key=lambda pair: pair[1])[0]
 
 
-def train(root: Path, recipe: str, overrides: tuple[str, ...]) -> Evidence:
-    """Trains everything that `root` lacks, and returns all results."""
-    rates = f"optimizer.adamw_lr={','.join(f'{rate:g}' for rate in ADAMW_LRS)}"
-    adamw_lr = sweep(root / "adamw_lr", recipe, *overrides, f"optimizer={','.join(KINDS)}", rates)
-    shared = (*overrides, f"optimizer.adamw_lr={best_adamw_lr(adamw_lr):g}", f"optimizer={','.join(OPTIMIZERS)}")
+def adamw_lr_means(runs: Sequence[Trained]) -> dict[float, float]:
+    """Returns the mean of the optimizers' final losses at each AdamW rate."""
+    rates = sorted({run.adamw_lr for run in runs})
+    return {rate: fmean(run.final for run in runs if run.adamw_lr == rate) for rate in rates}
+
+
+def neighbours(rate: float) -> set[float]:
+    """Returns an AdamW rate of `ADAMW_LRS` with the next lower and the next higher one."""
+    index = ADAMW_LRS.index(rate)
+    return {*ADAMW_LRS[max(0, index - 1) : index + 2]}
+
+
+def train(root: Path, recipe: str, overrides: tuple[str, ...], kinds: Sequence[str] = KINDS) -> None:
+    """Trains everything that `root` lacks.
+
+    Args:
+        kinds: the optimizers by which the AdamW rate is chosen.
+    """
+    config = composed(recipe, *overrides)
+    tried, wider = set[float](), neighbours(config.optimizer.adamw_rates.lr)
+    while not wider <= tried:
+        tried |= wider
+        rates = f"optimizer.adamw_lr={','.join(f'{rate:g}' for rate in sorted(tried))}"
+        adamw_lr = best_adamw_lr(sweep(root / "adamw_lr", recipe, *overrides, f"optimizer={','.join(kinds)}", rates))
+        wider = neighbours(adamw_lr)
+    shared = (*overrides, f"optimizer.adamw_lr={adamw_lr:g}", f"optimizer={','.join(OPTIMIZERS)}")
     center = {name: composed(recipe, *overrides, f"optimizer={name}").optimizer.lr for name in OPTIMIZERS}
-    seed = composed(recipe, *overrides).train.seed
     ladders: dict[str, set[float]] = {}
-    wider = {name: {lr / 2, lr} for name, lr in center.items()}
-    while wider != ladders:
-        ladders = wider
-        tried = sweep(root / "lr", recipe, *shared, rates_of(ladders), f"train.seed={seed}")
-        center = {name: lowest(of(name, tried)).lr for name in OPTIMIZERS}
-        wider = {name: ladders[name] | {lr / 2, lr, lr * 2} for name, lr in center.items()}
+    wider_ladders = {name: {lr / 2, lr} for name, lr in center.items()}
+    while wider_ladders != ladders:
+        ladders = wider_ladders
+        runs = sweep(root / "lr", recipe, *shared, rates_of(ladders), f"train.seed={config.train.seed}")
+        center = {name: lowest(of(name, runs)).lr for name in OPTIMIZERS}
+        wider_ladders = {name: ladders[name] | {lr / 2, lr, lr * 2} for name, lr in center.items()}
     best = rates_of({name: {lr} for name, lr in center.items()})
-    seeds = sweep(root / "seeds", recipe, *shared, best, f"train.seed={','.join(map(str, MORE_SEEDS))}")
+    sweep(root / "seeds", recipe, *shared, best, f"train.seed={','.join(map(str, MORE_SEEDS))}")
+
+
+def results(root: Path, recipe: str, overrides: tuple[str, ...]) -> Evidence:
+    """Reads the results of all finished runs."""
     run_dir = next((root / "lr").iterdir())
     tokens = load_summary(run_dir).metrics[0].tokens or 0
     corpus = load(RunFiles(run_dir).corpus, PreparedCorpus, key="RUNS", fix="train again").prefix.name
-    parts = {"adamw_lr": adamw_lr, "lr": tried, "seeds": seeds}
+    parts = {name: finished(root / name) for name in ("adamw_lr", "lr", "seeds")}
     return Evidence(recipe=recipe, overrides=overrides, corpus=corpus, tokens_per_step=tokens, **parts)
 
 
@@ -186,19 +216,19 @@ def rates_of(ladders: Mapping[str, set[float]]) -> str:
 def adamw_lr_table(found: Evidence) -> Table:
     """Makes the table of the first sweep: the final loss of each optimizer at each AdamW rate."""
     rows = []
-    for name in KINDS:
+    for name in (name for name in dict.fromkeys((*KINDS, *OPTIMIZERS)) if of(name, found.adamw_lr)):
         runs = of(name, found.adamw_lr)
         rows.append([f"`{name}`", f"{runs[0].lr:g}", *_losses({run.adamw_lr: run.final for run in runs}).values()])
-    means = {rate: fmean(run.final for run in found.adamw_lr if run.adamw_lr == rate) for rate in ADAMW_LRS}
+    means = adamw_lr_means(found.adamw_lr)
     rows.append(["mean", "", *_losses(means).values()])
     caption = f"The validation loss after {runs[0].steps} steps, by `optimizer.adamw_lr`."
-    return Table(caption=caption, columns=("optimizer", "`lr`", *(f"{rate:g}" for rate in ADAMW_LRS)), rows=rows)
+    return Table(caption=caption, columns=("optimizer", "`lr`", *(f"{rate:g}" for rate in means)), rows=rows)
 
 
 def lr_table(found: Evidence) -> Table:
     """Makes the table of the second sweep: the final loss of each optimizer at each rate of its ladder."""
     rows = []
-    for name in OPTIMIZERS:
+    for name in (name for name in OPTIMIZERS if of(name, found.lr)):
         losses = _losses({run.lr: run.final for run in of(name, found.lr)})
         rows.append([f"`{name}`", ", ".join(f"{rate:g}: {loss}" for rate, loss in losses.items())])
     first = found.lr[0]
@@ -217,36 +247,46 @@ def _losses(by_rate: Mapping[float, float]) -> dict[float, str]:
 def seeds_table(found: Evidence) -> Table:
     """Makes the table of the results: each optimizer at its best rate, over seeds, the lowest loss first."""
     best: dict[str, dict[int, Trained]] = {}
-    for name in OPTIMIZERS:
+    for name in (name for name in OPTIMIZERS if of(name, found.lr)):
         first = lowest(of(name, found.lr))
         best[name] = {run.seed: run for run in (first, *of(name, found.seeds)) if run.lr == first.lr}
-    ranked = sorted(best, key=lambda name: fmean(run.final for run in best[name].values()))
-    last, rows = best[ranked[-1]], []
-    for name, next_best in zip(ranked, [*(best[name] for name in ranked[1:]), {}], strict=True):
-        runs = best[name].values()
-        finals = [run.final for run in runs]
-        behind = [next_best[run.seed].final - run.final for run in runs if run.seed in next_best]
-        steps = fmean(run.steps_to(last[run.seed].final) for run in runs)
-        tokens = f"{steps * found.tokens_per_step:,.0f}"
-        rows.append([f"`{name}`", f"{lowest([*runs]).lr:g}", _spread(finals), _margin(behind), f"{steps:.0f}", tokens])
+    losses = {name: {seed: run.final for seed, run in runs.items()} for name, runs in best.items()}
+    ranked = sorted(best, key=lambda name: fmean(losses[name].values()))
+    reference = "adamw" if "adamw" in best else ranked[-1]
+    above = [None, *differences(losses[ranked[0]], [losses[name] for name in ranked[1:]])]
+    rows, at_edge = [], False
+    for name, difference in zip(ranked, above, strict=True):
+        runs, loss = best[name].values(), MeanSpread.of(losses[name].values())
+        rate, tried = lowest([*runs]).lr, [run.lr for run in of(name, found.lr)]
+        edge = "!" * (rate in (min(tried), max(tried)))
+        at_edge |= bool(edge)
+        spread = "" if loss.spread is None else f" ± {loss.spread:.3f}"
+        paired = [(run, best[reference][seed].final) for seed, run in best[name].items() if seed in best[reference]]
+        steps = fmean(run.steps_to(target) for run, target in paired) if paired else None
+        tokens = None if steps is None else steps * found.tokens_per_step
+        cells = (
+            f"{len(runs)}",
+            f"{loss.mean:.3f}{spread}",
+            _above(difference),
+            number(steps, ".0f"),
+            number(tokens, ",.0f"),
+        )
+        rows.append([f"`{name}`", f"{rate:g}{edge}", *cells])
     caption = (
-        f"Each optimizer at its best rates with {plural(len(last), 'seed')}: the mean validation loss after "
-        f"{found.lr[0].steps} steps ± its standard deviation over seeds; how much lower that is than the next row's "
-        "with the same seed (p by the paired t-test); and steps and tokens until the validation loss that "
-        f"`{ranked[-1]}` has at the end."
+        f"Each optimizer at its best rates: the mean validation loss after {found.lr[0].steps} steps ± its standard "
+        "deviation over seeds; how much higher that is than the first row's with the same seeds (p by paired t-tests, "
+        f"adjusted by Holm's method); and steps and tokens until the validation loss that `{reference}` has at the end."
     )
-    columns = ("optimizer", "`lr`", "loss", "below the next", "steps", "tokens")
+    if at_edge:
+        caption += " `!`: the lowest or highest rate tried."
+    columns = ("optimizer", "`lr`", "seeds", "loss", "above the first", "steps", "tokens")
     return Table(caption=caption, columns=columns, rows=rows)
 
 
-def _spread(values: Sequence[float]) -> str:
-    """Formats the mean and the standard deviation; only the mean of a single value."""
-    return " ± ".join(f"{value:.3f}" for value in (fmean(values), *([stdev(values)] if len(values) > 1 else [])))
-
-
-def _margin(differences: Sequence[float]) -> str:
-    p = f" (p = {paired_p(differences):.2g})" if len(differences) > 1 else ""
-    return f"{_spread(differences)}{p}" if differences else MISSING
+def _above(difference: Difference | None) -> str:
+    if difference is None:
+        return MISSING
+    return f"{difference.gap:.3f}" + ("" if difference.p is None else f" (p = {difference.p:.2g})")
 
 
 TABLES = {"adamw_lr": adamw_lr_table, "lr": lr_table, "seeds": seeds_table}
@@ -266,10 +306,15 @@ def main() -> int:
     parser.add_argument("runs", nargs="?", type=Path, help="the folder of the runs; without it, only tables are made")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of all runs")
     parser.add_argument("--recipe", default="qwen3-tiny", help="the recipe to train")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="the optimizers that choose the AdamW rate")
     parser.add_argument("--check", action="store_true", help="exit 1 if the page is out of date")
     given = parser.parse_intermixed_args()
     if given.runs is not None:
-        train(given.runs.absolute(), given.recipe, (*SHARED, *given.overrides)).save()
+        root, overrides = given.runs.absolute(), (*SHARED, *given.overrides)
+        try:
+            train(root, given.recipe, overrides, given.kinds.split(","))
+        finally:
+            results(root, given.recipe, overrides).save()
     before = PAGE.read_text(encoding="utf-8")
     after = with_tables(before)
     if not given.check:

@@ -14,7 +14,7 @@ from canzona_cli.records.files import RunFiles, read_json
 from canzona_cli.records.summary import RunSummary, holds_run, load_summary
 from canzona_cli.records.words import finite_or_none
 
-VERSION = 2
+VERSION = 3
 _PLACES = ("run.dir", "run.root")
 """The settings that say where a run is stored; comparisons do not list them."""
 

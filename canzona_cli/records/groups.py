@@ -1,4 +1,5 @@
-"""Ranks groups of runs: which optimizer, or which other setting, has the lowest loss at its best learning rates.
+"""Ranks groups of runs: which optimizer, or which other setting, has the lowest loss at its best learning rates, and
+which are not told apart from it.
 
 Runs that differ only in learning rates, in seeds and in what follows from other settings are one group.
 """
@@ -7,14 +8,14 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import Final, Literal
 
 from canzona_cli.core.setup import ScheduleConfig
 from canzona_cli.core.simulate.possible import BATCH, MESH
 from canzona_cli.records.compare import VERSION, RunComparison, run_figures, runs_json
 from canzona_cli.records.records import FAILURES
-from canzona_cli.records.statistics import SIGNIFICANCE, paired_p
+from canzona_cli.records.statistics import SIGNIFICANCE, MeanSpread, holm, paired_p
 from canzona_cli.records.summary import RunSummary
 
 By = Literal["validation", "training"]
@@ -62,13 +63,9 @@ class Trial:
     """The runs whose losses these are."""
 
     @property
-    def mean(self) -> float:
-        return statistics.fmean(self.losses.values())
-
-    @property
-    def spread(self) -> float | None:
-        """The standard deviation over seeds; None for fewer than two seeds."""
-        return statistics.stdev(self.losses.values()) if len(self.losses) > 1 else None
+    def loss(self) -> MeanSpread:
+        """The loss over seeds, of which there is at least one."""
+        return MeanSpread.of(self.losses.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +80,32 @@ class Group:
     def runs(self) -> list[RunSummary]:
         return [run for trial in self.trials for run in trial.runs]
 
+    @property
+    def _measured(self) -> list[Trial]:
+        """The trials that have losses."""
+        return [trial for trial in self.trials if trial.losses]
+
+    @property
+    def common_seeds(self) -> set[int]:
+        """The seeds that all learning rates have that have losses."""
+        seeds = [set(trial.losses) for trial in self._measured]
+        return seeds[0].intersection(*seeds) if seeds else set()
+
+    @property
+    def unequal_seeds(self) -> bool:
+        """True if learning rates have different seeds."""
+        return len({tuple(trial.losses) for trial in self._measured}) > 1
+
     @cached_property
     def best(self) -> Trial | None:
-        """The learning rates with the lowest mean loss; None if no run reached the common step."""
-        return min((trial for trial in self.trials if trial.losses), key=lambda trial: trial.mean, default=None)
+        """The learning rates with the lowest mean loss over the seeds that all have or, if there are none, over the
+        seeds of each; None if no run reached the common step."""
+        seeds = self.common_seeds
+        return min(
+            self._measured,
+            key=lambda trial: statistics.fmean(trial.losses[seed] for seed in seeds or trial.losses),
+            default=None,
+        )
 
     def tried(self, key: str) -> list[float]:
         """Returns the values of a rate, in rising order. A rate at which all runs failed was tried too."""
@@ -103,12 +122,16 @@ class Group:
         return edges
 
     @property
-    def step_s(self) -> float | None:
-        """The median of the runs' seconds per step."""
+    def step_s(self) -> MeanSpread | None:
+        """The seconds per step, over the runs that did not fail."""
         seconds = [
             s for run in self.runs if run.status not in FAILURES and (s := run_figures(run)["step_s"]) is not None
         ]
-        return statistics.median(seconds) if seconds else None
+        return MeanSpread.of(seconds) if seconds else None
+
+    def seconds_of(self, steps: float | None) -> float | None:
+        """Returns the seconds of a number of steps, either of which may be unknown."""
+        return None if self.step_s is None else product(steps, self.step_s.mean)
 
     @property
     def tokens_per_step(self) -> float | None:
@@ -123,24 +146,37 @@ def product(steps: float | None, per_step: float | None) -> float | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """The difference between the best and the second group, each at its best learning rates."""
+class Difference:
+    """How much higher the loss of a group is than that of the best one, each at its best learning rates."""
 
     gap: float
-    """The second group's loss minus the best one's: the mean over shared seeds or, without any, of the means."""
+    """The difference: the mean over shared seeds or, without any, of the means."""
     seeds: int
     """The number of shared seeds."""
     p: float | None
-    """The probability of such a difference if both groups are equally good, by the paired t-test over shared seeds.
-    None with fewer than `JUDGED_SEEDS`."""
-    at_edge: bool
-    """True if a best rate of either group is the lowest or the highest tried, so that another could be better."""
+    """The probability of such a difference if both groups are equally good, by the paired t-test over shared seeds,
+    adjusted by Holm's method for the number of groups that are compared with the best one. None with fewer than
+    `JUDGED_SEEDS` seeds."""
 
     @property
-    def better(self) -> bool | None:
-        """True if the best group is better than the second at the rates tried; None if there are too few seeds to judge
-        that."""
+    def higher(self) -> bool | None:
+        """True if the group's loss is higher; False if it is not told apart from the best one; None if there are
+        too few seeds to judge that."""
         return None if self.p is None else self.p < SIGNIFICANCE and self.gap > 0
+
+
+def differences(best: Mapping[int, float], others: Iterable[Mapping[int, float]]) -> list[Difference]:
+    """Compares the losses of groups with those of the best one, all by seed."""
+    gaps = [([losses[seed] - best[seed] for seed in best.keys() & losses.keys()], losses) for losses in others]
+    adjusted = iter(holm([paired_p(pairs) for pairs, _ in gaps if len(pairs) >= JUDGED_SEEDS]))
+    return [
+        Difference(
+            gap=statistics.fmean(pairs or losses.values()) - (0.0 if pairs else statistics.fmean(best.values())),
+            seeds=len(pairs),
+            p=next(adjusted) if len(pairs) >= JUDGED_SEEDS else None,
+        )
+        for pairs, losses in gaps
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,9 +200,18 @@ class Ranking:
         return tuple(_sorted(Group(settings=trial.rates, trials=(trial,)) for trial in group.trials))
 
     @cached_property
+    def reference(self) -> Group | None:
+        """The line whose loss at the common step the others have to reach: that of AdamW if there is one, otherwise the
+        worst one; None if no line has a loss."""
+        measured = [line for line in self.lines if line.best is not None]
+        adamw = [line for line in measured if line.settings.get("optimizer.name") == "adamw"]
+        return adamw[0] if len(adamw) == 1 else measured[-1] if measured else None
+
+    @property
     def target(self) -> float | None:
-        """The loss of the worst group at the common step."""
-        return max((line.best.mean for line in self.lines if line.best is not None), default=None)
+        """The loss of `reference` at the common step."""
+        line = self.reference
+        return None if line is None or line.best is None else line.best.loss.mean
 
     def mean_curve(self, line: Group) -> list[tuple[int, float]]:
         """Returns the (step, loss) pairs of a group: the mean over the seeds at its best learning rates."""
@@ -180,19 +225,15 @@ class Ranking:
         return None if self.target is None else first_step_at(self.mean_curve(line), self.target)
 
     @cached_property
-    def verdict(self) -> Verdict | None:
-        """The verdict on the first two groups; None if there are no two groups with losses."""
-        bests = [line.best for line in self.lines if line.best is not None]
-        if len(bests) < 2:
-            return None
-        best, second = bests[:2]
-        differences = [second.losses[seed] - best.losses[seed] for seed in best.losses.keys() & second.losses.keys()]
-        return Verdict(
-            gap=statistics.fmean(differences) if differences else second.mean - best.mean,
-            seeds=len(differences),
-            p=paired_p(differences) if len(differences) >= JUDGED_SEEDS else None,
-            at_edge=len(self.groups) > 1 and any(group.edges for group in self.groups[:2]),
-        )
+    def verdict(self) -> list[Difference]:
+        """The differences of the lines that have losses from the first one, in their order."""
+        best, *others = (line.best.losses if line.best is not None else {} for line in self.lines)
+        return differences(best, filter(None, others)) if best else []
+
+    def only_at_rates(self, line: Group) -> bool:
+        """Returns True if a best rate of a line or of the first one is the lowest or the highest tried, so that
+        another rate could change their difference."""
+        return len(self.groups) > 1 and bool(line.edges or self.lines[0].edges)
 
     @property
     def left_out(self) -> list[RunSummary]:
@@ -203,28 +244,29 @@ class Ranking:
     def as_json(self) -> dict[str, object]:
         """Returns the output of `--json` for three runs or more. New keys do not change `version`; any other
         change raises it."""
-        verdict = self.verdict
+        lines = zip_longest(self.lines, [None, *self.verdict])
         return {
             "version": VERSION,
             **{name: getattr(self, name) for name in ("by", "step", "target")},
-            "verdict": None if verdict is None else {**vars(verdict), "better": verdict.better},
-            "groups": [self._group_json(line) for line in self.lines],
+            "reference": None if self.reference is None else self.reference.settings,
+            "groups": [self._group_json(line, difference) for line, difference in lines],
             "left_out": [str(run.run_dir) for run in self.left_out],
             "runs": runs_json(self.comparison),
         }
 
-    def _group_json(self, line: Group) -> dict[str, object]:
+    def _group_json(self, line: Group, difference: Difference | None) -> dict[str, object]:
         best, reached = line.best, self.reached(line)
         return {
             "settings": line.settings,
             "rates_tried": {key: line.tried(key) for key in self.rates},
             "best_rates": None if best is None else best.rates,
             "edges": line.edges,
-            "loss": None if best is None else {"mean": best.mean, "spread": best.spread, "by_seed": best.losses},
-            "step_s": line.step_s,
+            "loss": None if best is None else {**vars(best.loss), "by_seed": best.losses},
+            "above_best": None if difference is None else {**vars(difference), "higher": difference.higher},
+            "step_s": None if line.step_s is None else vars(line.step_s),
             "reached": {
                 "step": reached,
-                "seconds": product(reached, line.step_s),
+                "seconds": line.seconds_of(reached),
                 "tokens": product(reached, line.tokens_per_step),
             },
             "runs": [str(run.run_dir) for run in line.runs],
@@ -280,7 +322,7 @@ def _common_step(groups: Sequence[Sequence[RunSummary]], by: By) -> int | None:
 
 def _sorted(groups: Iterable[Group]) -> list[Group]:
     """Sorts groups by their loss; groups without one come last."""
-    return sorted(groups, key=lambda group: (group.best is None, 0.0 if group.best is None else group.best.mean))
+    return sorted(groups, key=lambda group: (group.best is None, 0.0 if group.best is None else group.best.loss.mean))
 
 
 def _varied_by_hand(differing: Mapping[str, Sequence[object]]) -> list[str]:

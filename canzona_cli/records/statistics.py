@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from canzona_cli.records.words import plural
@@ -28,6 +28,20 @@ class Quartiles:
     def relative(self) -> float:
         """The interquartile range over the median."""
         return (self.high - self.low) / self.median if self.median else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeanSpread:
+    """The mean and the standard deviation of a series."""
+
+    mean: float
+    spread: float | None
+    """The standard deviation; None for a single value."""
+
+    @classmethod
+    def of(cls, values: Collection[float]) -> "MeanSpread":
+        """Summarises at least one value."""
+        return cls(mean=statistics.fmean(values), spread=statistics.stdev(values) if len(values) > 1 else None)
 
 
 JUDGED_ROUNDS = 5
@@ -71,6 +85,16 @@ def paired_p(differences: Sequence[float]) -> float:
     true mean is 0, by the paired t-test (Student 1908)."""
     error = statistics.stdev(differences) / math.sqrt(len(differences))
     return _p_of_mean(statistics.fmean(differences), error, len(differences) - 1)
+
+
+def holm(probabilities: Sequence[float]) -> list[float]:
+    """Adjusts the probabilities of several tests: if those below a level are called significant, any of them is
+    so by chance with at most this probability (Holm 1979)."""
+    adjusted, highest = [1.0] * len(probabilities), 0.0
+    for done, index in enumerate(sorted(range(len(adjusted)), key=probabilities.__getitem__)):
+        highest = max(highest, min(1.0, (len(adjusted) - done) * probabilities[index]))
+        adjusted[index] = highest
+    return adjusted
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import math
 import shlex
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Final
 
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import CanzonaError, ConfigError, Problem
+from canzona_cli.core.reading import read_plain
 from canzona_cli.core.setup import Layout
 from canzona_cli.records.breakdown import Breakdown, load_breakdown, load_prediction
 from canzona_cli.records.codec import JsonLines, load_if_valid, read_lines
@@ -32,6 +34,7 @@ from canzona_cli.records.records import (
 from canzona_cli.records.words import plural
 
 Record = StepMetrics | ValidationLoss | Event
+_LOCKS: Final = Path("/proc/locks")
 _CLOCK_NOISE_S: Final = 1.0
 """The number of seconds by which a line may be earlier than the line before it. The launcher and rank 0 write
 to the same file; only a larger difference means that the clock was set back."""
@@ -155,7 +158,7 @@ def _step_seconds(lines: Sequence[StepMetrics]) -> float:
     return math.fsum(count * (line.step_s or 0.0) for count, line in zip(steps, lines, strict=True))
 
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,8 +167,8 @@ class RunSummary:
 
     run_dir: Path
     status: str
-    """The status of the run, as in result.json; `unfinished` without result.json (still running, or
-    killed)."""
+    """The status of the run, as in result.json; without it `running`, `stopped` (killed before it could write
+    result.json) or, where the launcher is on another machine, `running or stopped`."""
     exit_code: int | None
     message: str
     losses: tuple[tuple[int, float], ...]
@@ -241,6 +244,27 @@ class RunSummary:
         }
 
 
+_NO_RESULT: Final = {
+    "running": "the run is still running",
+    "stopped": "the run was killed before writing one",
+    "running or stopped": "the run is still running, or was killed before writing one",
+}
+"""The status of a run without result.json, and what it means."""
+
+
+def _without_result(files: RunFiles) -> str:
+    """Returns the status of a run without result.json, by the kernel's list of locked files: the launcher locks
+    run.lock, which names its machine, until it ends."""
+    try:
+        inode, claim = files.claim.stat().st_ino, read_plain(files.claim).decode()
+        locks = [line.split() for line in read_plain(_LOCKS).decode().splitlines()]
+    except (ValueError, OSError):
+        return "running or stopped"
+    if any(lock[1] == "FLOCK" and lock[5].endswith(f":{inode}") for lock in locks if len(lock) > 5):
+        return "running"
+    return "stopped" if claim.startswith(f"{socket.gethostname()} ") else "running or stopped"
+
+
 def holds_run(run_dir: Path) -> bool:
     """Returns True if a path is a directory with files of a run."""
     files = RunFiles(run_dir)
@@ -263,9 +287,10 @@ def load_summary(run_dir: Path) -> RunSummary:
     metrics = _read_noting_damage(files.metrics, StepMetrics, notes)
     validation = _read_noting_damage(files.validation, ValidationLoss, notes)
     result = load_if_valid(files.result, RunResult)
+    status = _without_result(files) if result is None else result.status
     if result is None:
-        note = "there is no result.json: the run is still running, or was killed before writing one"
-        if any(files.checkpoints.glob("step-*")):
+        note = f"there is no result.json: {_NO_RESULT[status]}"
+        if status != "running" and any(files.checkpoints.glob("step-*")):
             note += f"; if it was killed: canzona resume {shlex.quote(str(run_dir))}"
         notes.append(note)
     breakdown = _load_noting_damage(partial(load_breakdown, run_dir), "breakdown of the step", notes)
@@ -275,7 +300,7 @@ def load_summary(run_dir: Path) -> RunSummary:
     all_events = [*earlier_events(files), *events]
     return RunSummary(
         run_dir=run_dir,
-        status="unfinished" if result is None else result.status,
+        status=status,
         exit_code=None if result is None else result.exit_code,
         message="" if result is None else result.message,
         metrics=tuple(metrics),

@@ -1,5 +1,6 @@
 """Runs of a sweep on disk, with the losses that a test gives them."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,8 +14,10 @@ from canzona_cli.records.compare import load_runs
 from canzona_cli.records.files import RunFiles, append_json_line
 from canzona_cli.records.groups import Ranking, rank
 from canzona_cli.records.records import RunResult, RunStatus, StepMetrics, ValidationLoss
+from canzona_cli.records.statistics import OverRanks
 from tests.records.runs import CONFIG
 
+BREAKDOWN = Path(__file__).parents[1] / "cli" / "views" / "breakdown.json"
 TOKENS = 4096
 """The tokens of a step."""
 
@@ -35,6 +38,7 @@ def add_run(
     *,
     status: RunStatus | None = "done",
     training: Mapping[int, float] | None = None,
+    step_s: float | None = None,
 ) -> Path:
     """Writes the files of a run.
 
@@ -42,6 +46,7 @@ def add_run(
         validations: the validation losses by step.
         status: the status of a run that has ended; None for one that is still running.
         training: the training losses by step; None for losses that are 0.1 below those of validation.
+        step_s: the seconds of a step in the run's breakdown; None for a run without a breakdown.
     """
     files = RunFiles(root)
     root.mkdir(parents=True)
@@ -51,6 +56,9 @@ def add_run(
         append_json_line(files.metrics, asdict(StepMetrics(step=step, loss=loss, tokens=step * TOKENS)))
     for step, loss in validations.items():
         append_json_line(files.validation, asdict(ValidationLoss(step=step, loss=loss)))
+    if step_s is not None:
+        content = json.loads(BREAKDOWN.read_text()) | {"step": asdict(OverRanks.of([step_s]))}
+        files.breakdown.write_text(json.dumps(content))
     if status is not None:
         save(files.result, RunResult(status=status, exit_code=0 if status == "done" else 70, step=max(losses)))
     return root

@@ -96,10 +96,31 @@ def test_each_group_has_its_best_rate_and_its_loss_over_seeds(tmp_path: Path) ->
     assert muon.settings == {"optimizer.name": "muon"}
     assert muon.best is not None
     assert (muon.best.rates, muon.tried(LR), muon.edges) == ({LR: 0.02}, [0.01, 0.02, 0.05], {})
-    assert muon.best.mean == pytest.approx(numpy.mean([2.0, 2.2, 2.1]))
-    assert muon.best.spread == pytest.approx(numpy.std([2.0, 2.2, 2.1], ddof=1))
+    assert muon.best.loss.mean == pytest.approx(numpy.mean([2.0, 2.2, 2.1]))
+    assert muon.best.loss.spread == pytest.approx(numpy.std([2.0, 2.2, 2.1], ddof=1))
     assert adamw.edges == {LR: "lowest"}
     assert (ranking.by, ranking.step, ranking.left_out) == ("validation", 120, [])
+
+
+def test_rates_are_compared_on_the_seeds_that_all_of_them_have(tmp_path: Path) -> None:
+    """Seed 2 is harder, and only one rate was tried with it: by its mean, that rate would look worse."""
+    ranking = ranked(
+        add_sweep(tmp_path, {("muon", 0.01): {1: 2.0, 2: 9.0}, ("muon", 0.02): {1: 2.1}, ("soap", 0.01): {1: 3.0}})
+    )
+    muon = ranking.lines[-1]
+    assert muon.best is not None
+    assert (muon.best.rates, muon.common_seeds, muon.unequal_seeds) == ({LR: 0.01}, {1}, True)
+    assert muon.best.loss.mean == 5.5, "the loss that is shown is that of all its seeds"
+    assert not ranking.lines[0].unequal_seeds
+
+
+def test_rates_without_a_common_seed_are_compared_by_their_means(tmp_path: Path) -> None:
+    ranking = ranked(
+        add_sweep(tmp_path, {("muon", 0.01): {1: 2.0}, ("muon", 0.02): {2: 1.9}, ("soap", 0.01): {1: 3.0}})
+    )
+    muon = ranking.lines[0]
+    assert muon.best is not None
+    assert (muon.best.rates, muon.common_seeds) == ({LR: 0.02}, set())
 
 
 def test_the_target_is_reached_where_the_mean_curve_has_it(tmp_path: Path) -> None:
@@ -124,7 +145,7 @@ def test_runs_that_failed_were_tried_but_are_in_no_mean(tmp_path: Path) -> None:
     assert {run.run_dir for run in ranking.left_out} == {failed, behind}
     muon = ranking.lines[0]
     assert muon.best is not None
-    assert (muon.best.rates[LR], muon.best.mean, muon.edges) == (0.02, 2.4, {})
+    assert (muon.best.rates[LR], muon.best.loss.mean, muon.edges) == (0.02, 2.4, {})
     assert muon.tried(LR) == [0.01, 0.02, 0.05]
     assert ranking.step == 120, "a run that is behind does not hold its group back"
 
@@ -139,32 +160,66 @@ def test_losses_are_compared_at_the_last_step_that_all_groups_reached(tmp_path: 
     assert ranking.lines[-1].best is None
 
 
-@pytest.mark.parametrize(("t", "better"), [(4.303 * 1.001, True), (4.303 * 0.999, False), (-9.0, False)])
-def test_better_needs_a_paired_difference_above_the_published_quantile(tmp_path: Path, t: float, better: bool) -> None:
+def test_the_others_have_to_reach_the_loss_of_adamw_if_it_is_one_of_them(tmp_path: Path) -> None:
+    losses = {("muon", 0.01): {1: 2.0}, ("adamw", 0.01): {1: 2.5}, ("soap", 0.01): {1: 3.0}}
+    ranking = ranked(add_sweep(tmp_path / "with", losses))
+    assert ranking.target == 2.5
+    assert [ranking.reached(line) is None for line in ranking.lines] == [False, False, True]
+    del losses["adamw", 0.01]
+    assert ranked(add_sweep(tmp_path / "without", losses)).target == 3.0
+
+
+def test_the_time_of_a_step_is_the_mean_over_runs_that_did_not_fail(tmp_path: Path) -> None:
+    for seed, step_s in enumerate((1.0, 2.0)):
+        add_run(tmp_path / str(seed), configured(seed=seed), ending_at(2.0), step_s=step_s)
+    add_run(tmp_path / "failed", configured(seed=2), ending_at(2.0), status="failed", step_s=9.0)
+    (line,) = ranked(tmp_path).lines
+    assert line.step_s is not None
+    assert line.step_s.mean == 1.5
+    assert line.step_s.spread == pytest.approx(numpy.std([1, 2], ddof=1))
+    assert line.seconds_of(10) == 15
+
+
+@pytest.mark.parametrize(("t", "higher"), [(4.303 * 1.001, True), (4.303 * 0.999, False), (-9.0, False)])
+def test_higher_needs_a_paired_difference_above_the_published_quantile(tmp_path: Path, t: float, higher: bool) -> None:
     """4.303 is Student's two-sided 5% quantile for two degrees of freedom. Seeds differ by far more than the groups:
     only their pairs can tell. With a negative t, the second group is better on the seeds that both have."""
     seeds = {1: 2.0, 2: 3.0, 3: 4.0}
     gaps = [t / 3**0.5 * 0.01 + each for each in (-0.01, 0.0, 0.01)]
     muon = seeds if t > 0 else seeds | {4: 0.5}
     adamw = {seed: loss + gap for (seed, loss), gap in zip(seeds.items(), gaps, strict=True)}
-    verdict = ranked(add_sweep(tmp_path, {("muon", 0.01): muon, ("adamw", 0.01): adamw})).verdict
-    assert verdict is not None
-    assert (verdict.seeds, verdict.better) == (3, better)
+    (verdict,) = ranked(add_sweep(tmp_path, {("muon", 0.01): muon, ("adamw", 0.01): adamw})).verdict
+    assert (verdict.seeds, verdict.higher) == (3, higher)
     assert verdict.gap == pytest.approx(statistics.fmean(gaps))
+
+
+def test_more_groups_need_larger_differences(tmp_path: Path) -> None:
+    """The difference of the case above that was just significant is not, beside two others: the smallest probability
+    counts threefold, as in Holm's paper."""
+    seeds = {1: 2.0, 2: 3.0, 3: 4.0}
+    losses = {("muon", 0.01): seeds}
+    for place, (name, t) in enumerate((("adamw", 4.4), ("soap", 20.0), ("shampoo", 1.0)), 1):
+        gaps = [place + (each / t) * 3**0.5 * place for each in (-1, 0, 1)]
+        losses[name, 0.01] = {seed: loss + gap for (seed, loss), gap in zip(seeds.items(), gaps, strict=True)}
+    ranking = ranked(add_sweep(tmp_path, losses))
+    assert [line.settings["optimizer.name"] for line in ranking.lines] == ["muon", "adamw", "soap", "shampoo"]
+    adamw, soap, shampoo = ranking.verdict
+    assert adamw.p == pytest.approx(2 * 0.0480, abs=2e-4), "Student's two-sided p of 4.4 with two degrees, twice"
+    assert soap.p == pytest.approx(3 * 0.00249, abs=2e-5)
+    assert shampoo.p == pytest.approx(0.4226, abs=1e-4)
+    assert [each.higher for each in ranking.verdict] == [False, True, False]
 
 
 def test_two_shared_seeds_make_no_verdict(tmp_path: Path) -> None:
     losses = {("muon", 0.01): {1: 1.0, 2: 1.0, 3: 1.0}, ("adamw", 0.01): {2: 3.0, 3: 3.0, 4: 3.0}}
-    verdict = ranked(add_sweep(tmp_path, losses)).verdict
-    assert verdict is not None
-    assert (verdict.seeds, verdict.better, verdict.gap) == (2, None, 2.0)
+    (verdict,) = ranked(add_sweep(tmp_path, losses)).verdict
+    assert (verdict.seeds, verdict.higher, verdict.gap) == (2, None, 2.0)
 
 
 def test_if_only_rates_were_varied_they_are_ranked(tmp_path: Path) -> None:
     ranking = ranked(add_sweep(tmp_path, {key: losses for key, losses in SWEEP.items() if key[0] == "muon"}))
     assert [line.settings for line in ranking.lines] == [{LR: 0.02}, {LR: 0.05}, {LR: 0.01}]
-    assert ranking.verdict is not None
-    assert ranking.verdict.seeds == 3
+    assert [each.seeds for each in ranking.verdict] == [3, 3]
 
 
 def test_rates_alone_are_compared_at_the_last_step_that_all_of_them_reached(tmp_path: Path) -> None:
@@ -240,8 +295,9 @@ def test_what_is_no_run_stands_for_the_runs_in_it(tmp_path: Path) -> None:
 def test_the_json_has_the_groups_and_every_run(tmp_path: Path) -> None:
     ranking = ranked(add_sweep(tmp_path, SWEEP))
     content = json.loads(json.dumps(ranking.as_json()))
-    assert (content["by"], content["step"], content["verdict"]["better"]) == ("validation", 120, True)
-    muon = content["groups"][0]
+    assert (content["by"], content["step"], content["reference"]) == ("validation", 120, {"optimizer.name": "adamw"})
+    muon, adamw = content["groups"]
+    assert (muon["above_best"], adamw["above_best"]["higher"]) == (None, True)
     assert (muon["best_rates"], muon["rates_tried"]) == ({LR: 0.02}, {LR: [0.01, 0.02, 0.05]})
     assert muon["loss"]["by_seed"] == {"1": 2.0, "2": 2.2, "3": 2.1}
     assert muon["reached"]["tokens"] == pytest.approx(muon["reached"]["step"] * TOKENS)

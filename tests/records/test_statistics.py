@@ -10,6 +10,7 @@ from canzona_cli.records.statistics import (
     SIGNIFICANCE,
     Quartiles,
     Speedup,
+    holm,
     no_verdict,
     paired_p,
     two_sided_p,
@@ -121,3 +122,19 @@ def test_strategies_of_two_sessions_are_compared_through_the_reference() -> None
     """Equal times are called different less often than promised: the test has the degrees of freedom of one session."""
     assert 0.01 < _between_sessions(1.0, TRIALS) < SIGNIFICANCE
     assert _between_sessions(1.1, 500) > 0.95
+
+
+def test_probabilities_of_several_tests_are_adjusted_step_by_step() -> None:
+    """The first of n counts n times, the next n - 1 times; the order of the probabilities is kept."""
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.5, 0.6]) == [1.0, 1.0]
+    assert holm([0.02]) == [0.02]
+    assert holm([]) == []
+
+
+def test_several_true_nulls_are_rejected_as_rarely_as_one() -> None:
+    """Of four tests whose nulls hold, any is called significant in 1 - (1 - 0.05 / 4)^4 = 4.9% of trials. Unadjusted,
+    it would be 1 - 0.95^4 = 18.5%."""
+    generator = random.Random(1)
+    claimed = [min(holm([generator.random() for _ in range(4)])) < SIGNIFICANCE for _ in range(TRIALS)]
+    assert sum(claimed) / TRIALS == pytest.approx(0.049, abs=TOLERANCE)

@@ -34,7 +34,7 @@ def test_the_page_has_the_tables_of_the_raw_results() -> None:
     page = evidence.PAGE.read_text(encoding="utf-8")
     assert evidence.with_tables(page) == page
     markers = [f"{found.recipe} {name}" for found in RAW for name in evidence.TABLES]
-    assert re.findall(r"<!-- figures: (.+) -->", page) == markers
+    assert sorted(re.findall(r"<!-- figures: (.+) -->", page)) == sorted(markers)
 
 
 @pytest.mark.parametrize("found", RAW, ids=lambda found: found.recipe)
@@ -54,33 +54,42 @@ def test_every_optimizer_has_one_adamw_rate_and_a_ladder_that_ends_beyond_its_be
     """Checks the runs that are asked for, with losses from a formula: parabolas over the logarithm of the rate."""
     best = {"adamw": 0.0005, "muon": 0.02, "normuon": 0.005, "soap": 0.002, "shampoo": 0.001}
     asked: list[dict[str, str]] = []
+    done: dict[str, dict[Trained, None]] = {}
 
     def swept(folder: Path, recipe: str, *overrides: str) -> tuple[Trained, ...]:
         settings = dict(override.split("=", 1) for override in overrides)
         asked.append({"folder": folder.name, "recipe": recipe, **settings})
         rates = settings.get("optimizer.lr", "").replace(":", ",").split(",")
         names = settings["optimizer"].split(",")
-        runs, name = [], ""
+        name = ""
         for word in rates if len(rates) > 1 else [word for name in names for word in (name, "0.002")]:
             if word in names:
                 name = word
                 continue
             for adamw in settings["optimizer.adamw_lr"].split(","):
                 for seed in settings.get("train.seed", "0").split(","):
-                    loss = 2 + log2(float(word) / best[name]) ** 2 / 100 + log2(float(adamw) / 0.01) ** 2 / 100
+                    loss = 2 + log2(float(word) / best[name]) ** 2 / 100 + log2(float(adamw) / 0.002) ** 2 / 100
                     ends = ((0, 5.0), (60, loss + 0.001 * (int(seed) % 5)))
                     run = replace(RUN, optimizer=name, lr=float(word), adamw_lr=float(adamw), seed=int(seed))
-                    runs.append(replace(run, validation=ends))
-        return tuple(runs)
+                    done.setdefault(folder.name, {})[replace(run, validation=ends)] = None
+        return evidence.finished(folder)
 
     monkeypatch.setattr(evidence, "sweep", swept)
+    monkeypatch.setattr(evidence, "finished", lambda folder: tuple(done.get(folder.name, ())))
     monkeypatch.setattr(evidence, "RAW", tmp_path / "raw")
     run_dir = tmp_path / "lr" / "run"
     _write_run(run_dir, steps=12)
-    found = evidence.train(tmp_path, "qwen3-tiny", ("gpus=1",))
+    evidence.train(tmp_path, "qwen3-tiny", ("gpus=1",), ("muon", "adamw"))
+    found = evidence.results(tmp_path, "qwen3-tiny", ("gpus=1",))
     assert {request["recipe"] for request in asked} == {"qwen3-tiny"}
     assert {request["gpus"] for request in asked} == {"1"}
-    assert {request["optimizer.adamw_lr"] for request in asked[1:]} == {"0.01"}
+    ladders = [request for request in asked if request["folder"] == "adamw_lr"]
+    assert [request["optimizer.adamw_lr"] for request in ladders] == [
+        *("0.01,0.02,0.05", "0.005,0.01,0.02,0.05", "0.002,0.005,0.01,0.02,0.05"),
+        "0.001,0.002,0.005,0.01,0.02,0.05",
+    ], "from the recipe's rate and its neighbours until the best has a worse one on both sides"
+    assert {request["optimizer"] for request in ladders} == {"muon,adamw"}
+    assert {request["optimizer.adamw_lr"] for request in asked[len(ladders) :]} == {"0.002"}
     for name, rate in best.items():
         ladder = sorted({run.lr for run in found.lr if run.optimizer == name})
         assert {rate / 2, rate, rate * 2} <= set(ladder), "the best has a worse rate on both sides"
@@ -111,10 +120,18 @@ def test_the_step_of_a_loss_is_interpolated() -> None:
     assert RUN.steps_to(2.0) == 40, "it never fell so far"
 
 
-def test_a_margin_is_judged_by_pairs_of_the_same_seed() -> None:
-    """Student's t of 0.1, 0.2, 0.3 is 3.464 with 2 degrees of freedom, whose two-sided p is 0.0742."""
-    assert evidence._margin([0.1, 0.2, 0.3]) == "0.200 ± 0.100 (p = 0.074)"
-    assert evidence._margin([0.1]) == "0.100"
+def test_an_interrupted_comparison_says_what_it_has() -> None:
+    """Two optimizers, of which one has a single rate and a single seed, and the other's best rate is the highest."""
+    ladder = [replace(RUN, lr=lr, validation=((0, 5.0), (40, loss))) for lr, loss in ((0.005, 2.5), (0.01, 2.4))]
+    soap = replace(RUN, optimizer="soap", lr=0.001, validation=((0, 5.0), (40, 2.6)))
+    parts = {"adamw_lr": (RUN,), "lr": (*ladder, soap), "seeds": (replace(ladder[1], seed=2),)}
+    found = Evidence(recipe="mine", overrides=(), corpus="text", tokens_per_step=1024, **parts)
+    table = evidence.seeds_table(found)
+    assert [row[:5] for row in table.rows] == [
+        ["`muon`", "0.01!", "2", "2.400 ± 0.000", "-"],
+        ["`soap`", "0.001!", "1", "2.600", "0.200"],
+    ]
+    assert [row[0] for row in evidence.lr_table(found).rows] == ["`muon`", "`soap`"]
 
 
 def _write_run(run_dir: Path, steps: int) -> list[float]:

@@ -1,10 +1,12 @@
 """The views of `canzona report --compare` for three or more runs, and of a finished sweep: groups of runs, with the
 best one first."""
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import dropwhile
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -24,6 +26,7 @@ from canzona_cli.records.groups import (
     losses_of,
     product,
 )
+from canzona_cli.records.statistics import MeanSpread
 from canzona_cli.records.summary import RunSummary
 from canzona_cli.records.words import MISSING, count, duration, number, plural, size, step_time
 
@@ -31,8 +34,14 @@ _LONGEST_LABEL = 40
 _MOST_NAMES = 4
 """The most runs that a remark names."""
 _SHOWN_SHARE = 5
-"""Loss curves begin after the warm-up, and after a fifth of the steps: before that, losses fall so far that the ends of
-the curves would lie on one another."""
+"""Loss curves begin after the warm-up, and after a fifth of the steps. Also, each begins where it has fallen to the
+highest loss in the middle of the steps: before that, losses fall so far that the ends of the curves would lie on one
+another."""
+_NOT_TOLD_APART = ("is not told apart from", "")
+_WORSE = ("is better than", "")
+_AT_THESE_RATES = ("is lower than", ", but only at the rates tried: a best rate is the lowest or highest of them")
+_NOT_JUDGED = ("is lower than", f", without a verdict, which needs {JUDGED_SEEDS} shared seeds")
+"""The verdicts on a group: what stands before and after its name."""
 _loss = partial(number, spec=".4f")
 
 
@@ -48,7 +57,7 @@ class RankingView(Page):
         ranking = self.ranking
         labels = group_labels(ranking)
         yield GroupedTable(head=_head(ranking), labels=labels, groups=list(_columns(ranking)))
-        yield from map(note, _explanation(ranking))
+        yield from map(note, _explanation(ranking, labels))
         if (verdict := verdict_text(ranking)) is not None and not screen.page:  # there, it is at the top
             yield Text()
             yield paragraph(verdict, "bold")
@@ -101,23 +110,32 @@ def _columns(ranking: Ranking) -> Iterator[Columns]:
         )
         yield Columns(name, ("tried", "best "), [*zip(map(_range, tried), best_rates, strict=True)])
     rows = [
-        (MISSING,) * 3 if best is None else (_loss(best.mean), _loss(best.spread), str(len(best.losses)))
+        (MISSING,) * 3 if best is None else (_loss(best.loss.mean), _loss(best.loss.spread), str(len(best.losses)))
         for best in (line.best for line in lines)
     ]
     losses = Columns(f"{ranking.by} loss", ("mean", "spread", "seeds"), rows)
-    yield losses if _has_spread(ranking) else losses.drop("spread", "seeds")
+    seeds = _seeds(ranking)
+    yield losses.drop(*["spread"] * (max(seeds, default=0) < 2), *["seeds"] * (len(seeds) < 2))
     if any(line.step_s is not None for line in lines):
-        yield column("step", [step_time(line.step_s) for line in lines])
+        yield column("step", [_step(line.step_s) for line in lines])
     if len(lines) > 1 and ranking.target is not None:
         reached = [(line, ranking.reached(line)) for line in lines]
         cells = [
-            (duration(product(step, line.step_s)), count(product(step, line.tokens_per_step))) for line, step in reached
+            (duration(line.seconds_of(step)), count(product(step, line.tokens_per_step))) for line, step in reached
         ]
         yield Columns(f"until {_loss(ranking.target)}", ("time", "tokens"), cells)
 
 
-def _has_spread(ranking: Ranking) -> bool:
-    return any(line.best is not None and line.best.spread is not None for line in ranking.lines)
+def _seeds(ranking: Ranking) -> set[int]:
+    """Returns the numbers of seeds of the best rates."""
+    return {len(line.best.losses) for line in ranking.lines if line.best is not None}
+
+
+def _step(seconds: MeanSpread | None) -> str:
+    """Formats the seconds of a step: the mean, and the spread over runs as a share of it."""
+    if seconds is None or seconds.spread is None:
+        return step_time(None if seconds is None else seconds.mean)
+    return f"{step_time(seconds.mean)} ±{100 * seconds.spread / seconds.mean:.0f}%"
 
 
 def _range(tried: Sequence[float]) -> str:
@@ -125,40 +143,50 @@ def _range(tried: Sequence[float]) -> str:
     return f"{tried[0]:g}" if len(tried) == 1 else f"{tried[0]:g}..{tried[-1]:g}"
 
 
-def _explanation(ranking: Ranking) -> Iterator[str]:
+def _explanation(ranking: Ranking, labels: Sequence[str]) -> Iterator[str]:
     """Yields the sentence that says what the numbers of the table are."""
-    if ranking.step is None or ranking.target is None:
+    if ranking.step is None or ranking.reference is None:
         yield "there is no step at which all groups have a loss"
         return
     runs = plural(len(ranking.comparison.runs), "run")
     parts = [f"{runs}; {ranking.by} loss at step {ranking.step:,}, the last that all have"]
     if ranking.by == "training":
         parts.append(f"mean of {SMOOTHED_STEPS} logged steps, because there is no common validation")
-    if _has_spread(ranking):
-        parts.append("spread: standard deviation over seeds")
+    if max(seeds := _seeds(ranking)) > 1:
+        parts.append(f"spread: standard deviation over {'' if len(seeds) > 1 else f'{max(seeds)} '}seeds")
+    if any(line.step_s is not None and line.step_s.spread is not None for line in ranking.lines):
+        parts.append("±: standard deviation over runs")
+    if any(group.unequal_seeds for group in ranking.groups):
+        parts.append("best: by the seeds that all rates of a group have, if there are any")
     if len(ranking.lines) > 1:
-        parts.append(f"until {_loss(ranking.target)}: when the mean curve reaches the loss of the last line")
+        reference = labels[ranking.lines.index(ranking.reference)]
+        parts.append(f"until {_loss(ranking.target)}: when the mean curve reaches the loss of {reference}")
+    if judged := [each.seeds for each in ranking.verdict if each.p is not None]:
+        span = f"{min(judged)} to {max(judged)}" if len({*judged}) > 1 else judged[0]
+        holm = f" with {labels[0]}, adjusted for {len(judged)} comparisons (Holm)" * (len(judged) > 1)
+        chosen = ", at best rates chosen on the same seeds" * any(len(group.trials) > 1 for group in ranking.lines)
+        parts.append(f"p: paired t-test over {span} shared seeds{holm}{chosen}")
     yield "; ".join(parts)
 
 
 def verdict_text(ranking: Ranking) -> str | None:
-    """Returns the sentence that compares the first two groups, or says what is missing; None if there are no two
-    groups with losses."""
-    verdict = ranking.verdict
-    if verdict is None:
+    """Returns the sentence that says which groups are not told apart from the best one and which are worse, or what is
+    missing; None if there are no two groups with losses."""
+    if not (verdict := ranking.verdict):
         return None
     named = "" if (head := _head(ranking)) in ("optimizer", "group") else f"{head} "
-    best, second = (f"{named}{label}" for label in group_labels(ranking)[:2])
-    seeds, lower = plural(verdict.seeds, "shared seed"), f"{best} is lower than {second} by {_loss(verdict.gap)}"
-    if verdict.p is None:
-        return f"{lower}; no verdict: {seeds}, and a verdict needs {JUDGED_SEEDS}"
-    test = f"(paired t-test, p = {number(verdict.p, '.2g')})"
-    if verdict.better and not verdict.at_edge:
-        return f"{best} is better than {second}: lower by {_loss(verdict.gap)} over {seeds} {test}"
-    if verdict.better:
-        return f"{lower} over {seeds} {test}, but only at the rates tried: a best rate is the lowest or highest of them"
-    gap = _loss(abs(verdict.gap))
-    return f"no verdict: {best} and {second} differ by {gap} over {seeds}, but seeds vary too much {test}"
+    best, *others = (f"{named}{label}" for label in group_labels(ranking))
+    cases: dict[tuple[str, str], list[str]] = {}
+    for label, line, each in zip(others, ranking.lines[1:], verdict, strict=False):
+        judged = plural(each.seeds, "shared seed") if each.p is None else f"p = {number(each.p, '.2g')}"
+        worse = _AT_THESE_RATES if ranking.only_at_rates(line) else _WORSE
+        case = _NOT_JUDGED if each.higher is None else worse if each.higher else _NOT_TOLD_APART
+        cases.setdefault(case, []).append(f"{label} (by {_loss(abs(each.gap))}, {judged})")
+    return "; ".join(f"{best} {verb} {_and(labels)}{caveat}" for (verb, caveat), labels in cases.items())
+
+
+def _and(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _remarks(ranking: Ranking, labels: Sequence[str]) -> Iterator[str]:
@@ -253,12 +281,16 @@ def _loss_curves(ranking: Ranking, labels: Sequence[str], by: By) -> Curves:
     last = max((step for *_, losses in drawn for step in losses), default=0)
     warmups = (run.config.schedule.warmup_steps or 0 for _, _, run, _ in drawn if run.config is not None)
     begin = max([last // _SHOWN_SHARE, *warmups])
+    middle = [loss for *_, losses in drawn for step, loss in losses.items() if step >= max(begin, last // 2)]
+    highest = max(middle, default=math.inf)
     curves = []
     for label, name, _, losses in drawn:
         points = [(step, loss) for step, loss in losses.items() if step >= begin]
+        points = [*dropwhile(lambda point: point[1] > highest, points)]
         curves.append(Curve(name=name, points=points, group=label, dots=by == "validation" and len(points) < 100))
+    first = min((curve.points[0][0] for curve in curves if curve.points), default=begin)
     smoothed = f", mean of {SMOOTHED_STEPS} steps" if by == "training" else ""
-    return Curves(title=f"{by} loss{smoothed}, from step {begin:,}", curves=curves, numbers=_loss, show=_loss)
+    return Curves(title=f"{by} loss{smoothed}, from step {first:,.0f}", curves=curves, numbers=_loss, show=_loss)
 
 
 def _losses_by_rate(ranking: Ranking, labels: Sequence[str]) -> Iterator[Curves]:
@@ -266,8 +298,10 @@ def _losses_by_rate(ranking: Ranking, labels: Sequence[str]) -> Iterator[Curves]
     for key in ranking.rates:
         curves = []
         for label, group in zip(labels if len(ranking.groups) > 1 else ["loss"], ranking.groups, strict=True):
-            trials = sorted((trial for trial in group.trials if trial.losses), key=lambda trial: -trial.mean)
-            points = {trial.rates[key]: trial.mean for trial in trials}  # the lowest loss of each value is the last
+            trials = sorted((trial for trial in group.trials if trial.losses), key=lambda trial: -trial.loss.mean)
+            points = {
+                trial.rates[key]: trial.loss.mean for trial in trials
+            }  # the lowest loss of each value is the last
             curves.append(Curve(name=label, points=sorted(points.items()), dots=True))
         if any(len(curve.points) > 1 for curve in curves):
             yield Curves(title=f"loss by {key}", curves=curves, axes="log x", x=key, show=_loss)

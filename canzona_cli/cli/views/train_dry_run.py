@@ -35,7 +35,7 @@ from canzona_cli.launch.torchrun import (
 )
 from canzona_cli.records.breakdown import describes_machine
 from canzona_cli.records.corpus import PreparedCorpus, supply
-from canzona_cli.records.words import duration, layout_code, plural, size
+from canzona_cli.records.words import MISSING, duration, layout_code, plural, size
 
 VERSION = 2
 
@@ -174,18 +174,25 @@ class DryRun(Page):
         for text in self._notes():
             yield paragraph(text, "dim")
 
-    def cells(self) -> tuple[str, ...]:
-        """Returns the run's row in the table of a sweep, after its name."""
+    def cells(self) -> dict[str, str]:
+        """Returns the run's row in the table of a sweep, by the heads of the columns."""
         outlook, layout = self.outlook, self.layout
-        measured = describes_machine(self.config.cluster.device, calibrated=self.config.cluster.calibrated)
-        return (
-            f"{layout.world_size:,}",
-            layout_code(layout),
-            f"{layout.global_batch_size:,}",
-            f"{self.memory.total / GIB:.2f}",
-            duration(outlook.training_s) if measured else f"{self.config.train.steps:,} steps",
-            size(outlook.checkpoints_kept * outlook.checkpoint_bytes),
-        )
+        return {
+            "ranks": f"{layout.world_size:,}",
+            "layout": layout_code(layout),
+            "batch": f"{layout.global_batch_size:,}",
+            "steps": f"{self.config.train.steps:,}",
+            "GiB": f"{self.memory.total / GIB:.2f}",
+            "training": MISSING if self.training_s is None else duration(self.training_s),
+            "on disk": size(outlook.checkpoints_kept * outlook.checkpoint_bytes),
+        }
+
+    @property
+    def training_s(self) -> float | None:
+        """The planned seconds of all steps; None if the profile does not describe the machine."""
+        cluster = self.config.cluster
+        measured = describes_machine(cluster.device, calibrated=cluster.calibrated)
+        return self.outlook.training_s if measured else None
 
     @property
     def _command_shown(self) -> bool:
@@ -253,15 +260,31 @@ class SweepDryRun(Page):
     """The runs by the names of their directories; None for a finished run."""
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
+        rows = {name: run.cells() for name, run in self.runs.items() if run is not None}
+        by_head = {head: [*{cells[head] for cells in rows.values()}] for head in next(iter(rows.values()), {})}
+        # A column of equal values would only take the room of the names.
+        heads = [head for head, values in by_head.items() if len(values) > 1]
         table = Table("run")
-        table.add_numbers("ranks")
-        table.add_words("layout")
-        table.add_numbers("batch", "GiB", "training", "on disk")
+        table.add_numbers(*heads)
         for name, run in self.runs.items():
-            table.add_row(name, *(("", "finished") if run is None else run.cells()))
+            table.add_row(*([f"{name} (finished)"] if run is None else [name, *(rows[name][head] for head in heads)]))
         yield table
+        equal = [f"{head} {value}" for head, (value, *others) in by_head.items() if not others and value != MISSING]
+        if equal:
+            yield note(f"all runs: {', '.join(equal)}")
         yield note("batch: sequences per step; GiB: of the fullest rank; on disk: the checkpoints kept at the end")
+        yield from map(note, self._time())
         yield paragraph(f"directory: {display_path(self.root)}; --config prints each run", "dim")
+
+    def _time(self) -> Iterator[str]:
+        """Yields the planned time of the runs that are not finished."""
+        seconds = [run.training_s for run in self.runs.values() if run is not None]
+        known = [each for each in seconds if each is not None]
+        runs = f"{plural(len(seconds), 'run')}, one after another"
+        if len(known) < len(seconds):
+            yield f"{runs}: the time is unknown; `canzona calibrate` measures this machine for an estimate"
+        elif known:
+            yield f"{runs}: {duration(sum(known))} of steps (planned), without starts, validation and saves"
 
 
 def _verbatim(title: str, lines: list[str]) -> Iterator[Text]:

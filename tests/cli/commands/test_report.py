@@ -3,6 +3,9 @@
 import json
 import os
 import shutil
+import socket
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,6 +25,7 @@ from canzona_cli.records.records import (
     StepMetrics,
     ValidationLoss,
 )
+from canzona_cli.records.summary import load_summary
 from tests.cli.commands.support import canzona
 from tests.records.runs import CONFIG, CORPUS, LAYOUT, STEPS, metrics
 from tests.records.sweeps import add_sweep
@@ -137,10 +141,29 @@ def test_a_killed_run_with_a_torn_line_is_still_read(tmp_path: Path) -> None:
     done = canzona("report", str(files.root), code=0)
     text = " ".join(done.stdout.split())
     assert "if it was killed: canzona resume" in text
-    assert "unfinished" in text
+    assert "running or stopped" in text, "there is no lock to tell"
     assert "there is no result.json" in text
     assert "metrics.jsonl: 1 damaged line skipped" in text
     assert "40 of 300" in text
+
+
+def test_a_run_without_a_result_is_running_while_its_launcher_holds_the_lock(tmp_path: Path) -> None:
+    """The lock is a process's own, as the launcher's is; a machine's list of locks does not have those of others."""
+    files = make_run(tmp_path / "run", status=None, steps=1)
+    files.claim.write_text(f"{socket.gethostname()} 1\n")
+    hold = (
+        "import fcntl, sys; fcntl.flock(lock := open(sys.argv[1]), fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
+    )
+    command = (sys.executable, "-c", hold, str(files.claim))
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as launcher:
+        assert launcher.stdout is not None
+        launcher.stdout.readline()
+        running = load_summary(files.root)
+        launcher.kill()
+    assert (running.status, *running.notes[:1]) == ("running", "there is no result.json: the run is still running")
+    assert load_summary(files.root).status == "stopped"
+    files.claim.write_text("another-machine 1\n")
+    assert load_summary(files.root).status == "running or stopped"
 
 
 def test_what_the_guards_did_is_told_only_where_they_did_something(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.records.files import RunFiles, read_json
+from canzona_cli.records.words import duration
 from tests.cli.commands.support import canzona, start_stand_in
 
 TINY = ("recipe=qwen3-tiny", "gpus=1", "train.steps=1", "model.num_layers=1")
@@ -72,9 +73,29 @@ def test_a_dry_run_of_a_sweep_is_one_table_and_says_what_is_common_once(tmp_path
     assert [line.split()[:2] for line in lines if line.startswith("gpus=")] == [
         [f"gpus={gpus}_lr={lr}", str(gpus)] for gpus in (8, 16) for lr in (0.001, 0.003)
     ]
-    assert done.stdout.count(" 256 ") == 4
+    assert done.stdout.count("batch 256") == 1
     assert done.stderr.count("no GPU is visible here") == done.stderr.count("THIS IS A TRIAL RUN") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_of_a_sweep_adds_up_the_planned_time_of_its_runs(tmp_path: Path) -> None:
+    asked = ("recipe=qwen3-8b", "gpus=8", "train.steps=1000", "--dry-run", "--json")
+    one = json.loads(canzona("train", *asked, cwd=tmp_path, code=0).stdout)["outlook"]["training_s"]
+    done = canzona("train", *asked[:-1], "--sweep", "train.seed=1,2,3", cwd=tmp_path, code=0)
+    assert f"3 runs, one after another: {duration(3 * one)} of steps (planned)" in " ".join(done.stdout.split())
+
+
+def test_long_names_of_runs_stay_on_one_line_and_an_unknown_time_is_said(tmp_path: Path) -> None:
+    varied = ("optimizer=muon,soap", "optimizer.lr=0.001,0.002", "train.seed=1", "optimizer.adamw_lr=0.01,0.02")
+    done = canzona("train", *TINY, "--sweep", *varied, "--dry-run", cwd=tmp_path, environment={"COLUMNS": "80"}, code=0)
+    names = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("optimizer=")]
+    assert sorted(names) == [
+        f"optimizer={optimizer}_lr={lr}_adamw_lr={adamw_lr}"
+        for optimizer in ("muon", "soap")
+        for lr in ("0.001", "0.002")
+        for adamw_lr in ("0.01", "0.02")
+    ]
+    assert "8 runs, one after another: the time is unknown; `canzona calibrate`" in " ".join(done.stdout.split())
 
 
 def test_a_mistake_in_one_run_is_told_before_any_starts(tmp_path: Path) -> None:
