@@ -129,7 +129,10 @@ _OTHERWISE: Final[Mapping[str, tuple[str, str]]] = {
         "the length of a run is its number of steps",
         "write train.steps=N, with N = tokens / train.batch_tokens",
     ),
-    "rampup": ("canzona does not raise the batch in a run", "resume the run with another train.global_batch_size"),
+    "rampup rampup_batch_size step_batch_size_schedule": (
+        "a ramp-up is a list of batches, each with its steps",
+        "write train.batch_rampup=[[SEQUENCES,STEPS],...]",
+    ),
     "epoch epochs": ("the length of a run is its number of steps", "write train.steps=N"),
     "eval_iters limit_val_batches val_iters val_batches validation_batches": (
         "a validation is a number of sequences, whatever the batch",

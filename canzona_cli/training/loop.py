@@ -148,7 +148,13 @@ class Training:
         trainee = self.trainee
         started = time.perf_counter()
         try:
-            result = train_step(trainee, batches, stop_requested=self._stop_requested, save_due=self._save_due)
+            result = train_step(
+                trainee,
+                batches,
+                sequences=batch_at(trainee, step),
+                stop_requested=self._stop_requested,
+                save_due=self._save_due,
+            )
         except NonFiniteGradients as error:
             loss = math.nan if error.loss is None else error.loss
             lr, adamw_lr = step_rates(trainee)
@@ -263,9 +269,14 @@ class Training:
         self.journal.stage("train", f"step {step}")
 
 
+def batch_at(trainee: Trainee, step: int) -> int:
+    """Returns the number of sequences in a step of the run."""
+    return trainee.setup.train.sequences(trainee.world.layout.global_batch_size, step, step)
+
+
 def advance_progress(trainee: Trainee, progress: Progress, result: StepResult) -> Progress:
     """Returns the progress of the run after a step with this result."""
-    batch = trainee.world.layout.global_batch_size
+    batch = batch_at(trainee, progress.step + 1)
     return replace(
         progress,
         step=progress.step + 1,
@@ -283,7 +294,7 @@ def step_metrics(trainee: Trainee, progress: Progress, result: StepResult, step_
         progress: the progress after the step.
         step_s: the duration of the step, in seconds.
     """
-    tokens = trainee.world.layout.global_batch_size * trainee.setup.train.seq_length
+    tokens = batch_at(trainee, progress.step) * trainee.setup.train.seq_length
     return StepMetrics(
         step=progress.step,
         loss=result.loss,

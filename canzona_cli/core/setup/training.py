@@ -14,6 +14,7 @@ from canzona_cli.core.fields import (
     Count,
     CountOrZero,
     Epsilon,
+    Example,
     Fp8Recipe,
     Positive,
     Precision,
@@ -143,6 +144,13 @@ class TrainConfig:
         "can divide.",
         CURVE,
     ] = None
+    batch_rampup: Annotated[
+        tuple[tuple[Sequences, Count], ...],
+        "Smaller batches at the beginning of the run, each with the number of steps that have it; then the batch is"
+        " `global_batch_size`. The learning rate follows steps, whatever their batch.",
+        CURVE,
+        Example("[[8,100],[16,100]]"),
+    ] = ()
     micro_batch_size: Annotated[
         Sequences | None, "Sequences in one forward pass on one data-parallel rank; null: chosen.", PLAN
     ] = None
@@ -208,6 +216,18 @@ class TrainConfig:
     def gradient_bytes(self) -> int:
         """The number of bytes per element of the gradient buffer."""
         return 4 if self.grad_reduce_dtype == "fp32" else self.weight_bytes
+
+    def sequences(self, batch: int, first: int, last: int) -> int:
+        """Returns the number of sequences in the steps from `first` to `last`.
+
+        Args:
+            batch: the number of sequences in a step after `batch_rampup`.
+        """
+        total = done = 0
+        for size, steps in (*self.batch_rampup, (batch, last)):
+            total += size * max(0, min(last, done + steps) - max(first - 1, done))
+            done += steps
+        return total
 
 
 @dataclass(frozen=True, kw_only=True)
