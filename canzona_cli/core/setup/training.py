@@ -167,6 +167,13 @@ class TrainConfig:
         CURVE | PLAN,
     ] = "none"
     grad_reduce_dtype: Annotated[Precision, "Precision of gradient sums over DP ranks.", CURVE | PLAN] = "fp32"
+    ema: Annotated[
+        Share,
+        "Decay of an exponential moving average of the weights, in fp32, beside the masters: each step,"
+        " average = ema * average + (1 - ema) * weight. It is validated beside the weights, saved, and exported by"
+        " `canzona checkpoint export --ema`; training does not depend on it. 0: no average.",
+        PLAN,
+    ] = 0.0
     non_finite: Annotated[
         NonFinite,
         "On NaN or infinite gradients: stop all ranks before any weight changes, or skip and count the update.",
