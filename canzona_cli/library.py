@@ -16,8 +16,9 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.overrides import key_of, override_text
+from canzona_cli.config.overrides import key_of
 from canzona_cli.config.schema import RunConfig
+from canzona_cli.config.settings import override_text
 from canzona_cli.core import api
 from canzona_cli.core.api import Caller
 from canzona_cli.core.costs.sharing import mode_warnings

@@ -13,9 +13,9 @@ from typing import Literal
 from optimizer_rows import Kernels, StepRow
 
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.overrides import override_text
 from canzona_cli.config.resolve import fill
 from canzona_cli.config.schema import RunConfig
+from canzona_cli.config.settings import override_text
 from canzona_cli.core.costs.memory import estimate
 from canzona_cli.core.errors import ConfigError, Problem
 from canzona_cli.core.reading import LARGEST_YAML, Damaged, Unreadable, parse, parse_yaml, read_plain

@@ -15,10 +15,9 @@ import pytest
 import typer
 
 from canzona_cli.cli.app import COMMANDS, _load
-from canzona_cli.config.overrides import override_text
 from canzona_cli.config.recipes import group_options
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.config.settings import Setting, sections, settings
+from canzona_cli.config.settings import Setting, override_text, sections, settings
 from canzona_cli.core.fields import CURVE, LAYOUT, MODEL, OPTIMIZER, PLAN, SPREAD, Affects
 from canzona_cli.core.optimizers.facts import OptimizerBase
 from canzona_cli.core.setup import OPTIMIZERS

@@ -154,6 +154,8 @@ def _ignored_warnings(composed: Composed) -> Iterator[str]:
     ignored = {
         "engine.strategy": "--strategies chooses what a bench runs",
         "train.steps": "--rounds and --steps-per-turn set the length of a bench; only the schedule uses train.steps",
+        "train.batch_rampup": "a bench measures steps with the full batch",
+        "train.ema": "a bench keeps no average of the weights",
         "train.eval_interval": "a bench does not validate",
     }
     yield from (f"{key} is ignored: {reason}" for key, reason in ignored.items() if key in composed.explicit)

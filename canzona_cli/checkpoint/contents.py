@@ -43,13 +43,15 @@ from canzona_cli.records.corpus import DATA_FILE, DataPlan
 
 MASTER: Final = "master"
 """The field with the fp32 weights."""
+AVERAGE: Final = "ema"
+"""The field with the average of the fp32 weights."""
 GROUP: Final = "group:"
 """The key prefix of values from an optimizer's parameter group, which all matrices of the group share."""
 ELEMENTWISE: Final = ("adamw", "muon")
 """The optimizers whose state is elementwise, so that a run can resume with another splitting."""
 RANDOM: Final = "random."
 """The name prefix of a rank's random states."""
-_LIKE_WEIGHTS: Final = (MASTER, MOMENTUM, *MOMENTS)
+_LIKE_WEIGHTS: Final = (MASTER, AVERAGE, MOMENTUM, *MOMENTS)
 """The fields that have the same shape as the weight."""
 _ORTHOGONALISED: Final = ("muon", "normuon")
 """The optimizers that store `distrusted` for a matrix after an untrusted update in Gram form."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from canzona_cli.checkpoint.contents import MASTER, RANDOM
+from canzona_cli.checkpoint.contents import AVERAGE, MASTER, RANDOM
 from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, Piece, Scalar
 from canzona_cli.checkpoint.verify import problem_of
 from canzona_cli.core.errors import CheckpointInvalid, Problem
@@ -89,8 +89,8 @@ class Reader:
             tensor = self._open(stored).get_tensor(stored)  # type: ignore[no-untyped-call]
         return self._check_values(name, field, tensor)
 
-    def master(self, unit: str, rows: range | None = None) -> torch.Tensor:
-        """Reads a unit's fp32 master weight.
+    def master(self, unit: str, rows: range | None = None, field: str = MASTER) -> torch.Tensor:
+        """Reads a unit's fp32 master weight, or with the field `AVERAGE` the weight's average.
 
         Args:
             rows: the rows of a matrix, or the elements of a vector, to read; None for all.
@@ -101,8 +101,8 @@ class Reader:
         shape = unit_shape(unit, self.model)
         rows = range(shape[0]) if rows is None else rows
         if len(shape) == 1:
-            return self.region(unit, MASTER, range(1), rows).view(-1)
-        return self.region(unit, MASTER, rows, range(shape[1]))
+            return self.region(unit, field, range(1), rows).view(-1)
+        return self.region(unit, field, rows, range(shape[1]))
 
     def piece(self, piece: Piece, field: str) -> torch.Tensor:
         """Reads the elements of a piece as a flat tensor.
@@ -174,16 +174,17 @@ class Reader:
     def _check_values(self, name: str, field: str, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the tensor unchanged, after checking that training can resume with its values.
 
-        Masters must be finite. Optimizer state must not contain NaN, except for a user's own optimizer.
+        Masters and averages must be finite. Optimizer state must not contain NaN, except for a user's own optimizer.
 
         Raises:
             CheckpointInvalid: the values do not satisfy these conditions.
         """
-        if field == MASTER and tensor.numel() and all(bound.isfinite() for bound in torch.aminmax(tensor)):
+        weights = field in (MASTER, AVERAGE)
+        if weights and tensor.numel() and all(bound.isfinite() for bound in torch.aminmax(tensor)):
             return tensor  # the usual case; isfinite() of all elements would need more memory
-        bad = ~tensor.isfinite() if field == MASTER else tensor.isnan()
-        if (field == MASTER or self._manifest.optimizer != "custom") and bool(bad.any()):
-            kind = "infinite or NaN" if field == MASTER else "NaN"
+        bad = ~tensor.isfinite() if weights else tensor.isnan()
+        if (weights or self._manifest.optimizer != "custom") and bool(bad.any()):
+            kind = "infinite or NaN" if weights else "NaN"
             reason = f"{int(bad.sum()):,} of {tensor.numel():,} elements read from {name}/{field} are {kind}"
             raise CheckpointInvalid(self.problem(reason))
         return tensor

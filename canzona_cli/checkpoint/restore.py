@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from canzona_cli.checkpoint.contents import ELEMENTWISE, GROUP, MASTER, RANDOM, content_problems
+from canzona_cli.checkpoint.contents import AVERAGE, ELEMENTWISE, GROUP, MASTER, RANDOM, content_problems
 from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, Scalar
 from canzona_cli.checkpoint.reader import Reader, missing_tensor
 from canzona_cli.checkpoint.snapshot import MasterPiece, check_random_states, master_pieces, set_random_states
@@ -68,26 +68,33 @@ def restore(trainee: Trainee, folder: Path, manifest: Manifest, *, weights_only:
             All ranks raise this together.
     """
     world, config = trainee.world, trainee.setup
+    averaged = config.train.ema > 0
     with raise_on_all_ranks(world, folder):
         refuse(limit_problems(content_problems(folder, manifest, config.model)), CheckpointInvalid)
     with raise_on_all_ranks(world, folder), Reader(folder, manifest, config.model) as reader:
         for _, pieces in groupby(master_pieces(trainee), key=lambda piece: id(piece.master)):
-            _restore_master(list(pieces), reader, weights_only=weights_only)
+            _restore_master(list(pieces), reader, weights_only=weights_only, averaged=averaged)
         if isinstance(trainee.optimizer, CanzonaOptimizer):
-            _restore_matrices(trainee.optimizer.matrices, reader, manifest, weights_only=weights_only)
+            matrices = trainee.optimizer.matrices
+            _restore_matrices(matrices, reader, manifest, weights_only=weights_only, averaged=averaged)
         stored = any(name.startswith(RANDOM) for name in manifest.tensors)  # imported checkpoints have none
         usable = stored and manifest.world_size == world.world_size and not weights_only
         states = reader.random_states(world.rank) if usable else {}
         if usable:
             check_random_states(states)
-    copy_masters_to_model(trainee.optimizer)
-    if isinstance(trainee.optimizer, CanzonaOptimizer):
-        trainee.optimizer.matrices.publish()
-    gather_parameters(trainee.chunks)
+    publish_masters(trainee)
     if not weights_only:
         trainee.schedule.step(increment=manifest.progress.step - trainee.schedule.num_steps)
     if states:
         set_random_states(states)
+
+
+def publish_masters(trainee: Trainee) -> None:
+    """Makes the model's weights from the masters, as an update does. All ranks have to call this."""
+    copy_masters_to_model(trainee.optimizer)
+    if isinstance(trainee.optimizer, CanzonaOptimizer):
+        trainee.optimizer.matrices.publish()
+    gather_parameters(trainee.chunks)
 
 
 @contextmanager
@@ -112,19 +119,21 @@ def raise_on_all_ranks(world: World, folder: Path) -> Iterator[None]:
         raise CheckpointInvalid(*distinct.values())
 
 
-def _restore_master(pieces: list[MasterPiece], reader: Reader, *, weights_only: bool) -> None:
+def _restore_master(pieces: list[MasterPiece], reader: Reader, *, weights_only: bool, averaged: bool) -> None:
     """Restores one master and its optimizer state.
 
     Args:
         pieces: all pieces of the master.
+        averaged: False to leave out the average of the weights.
     """
     item = pieces[0].master
     unit = pieces[0].piece.unit
     fields = [MASTER] if weights_only else reader.unit_fields(unit)
+    fields = [field for field in fields if averaged or field != AVERAGE]
     if MASTER not in fields:
         raise CheckpointInvalid(missing_tensor(f"{unit}/{MASTER}"))
     if isinstance(item, UpdatedMatrix) and isinstance(item.optimizer, MatrixOptimizer):
-        expected = {MASTER: None, **(item.optimizer.state_shapes(item.master) or {})}
+        expected = {MASTER: None, AVERAGE: None, **(item.optimizer.state_shapes(item.master) or {})}
         if foreign := sorted(set(fields) - expected.keys()):
             raise CheckpointInvalid(reader.problem(f"{unit}: {foreign[0]} is not part of the optimizer state"))
     tensors = {field: torch.empty(item.master.numel()) for field in fields}
@@ -139,8 +148,10 @@ def _restore_master(pieces: list[MasterPiece], reader: Reader, *, weights_only: 
         item.replace_marks(reader.marks(part.piece.unit for part in pieces))
 
 
-def _restore_matrices(optimizer: MasterOptimizer, reader: Reader, manifest: Manifest, *, weights_only: bool) -> None:
-    """Restores the matrices that this rank updates as a whole."""
+def _restore_matrices(
+    optimizer: MasterOptimizer, reader: Reader, manifest: Manifest, *, weights_only: bool, averaged: bool
+) -> None:
+    """Restores the matrices that this rank updates as a whole; for `averaged` see `_restore_master`."""
     state: dict[str, Mapping[str, object]] = {}
     problems: list[Problem] = []
     for updated in optimizer.whole:
@@ -165,6 +176,7 @@ def _restore_matrices(optimizer: MasterOptimizer, reader: Reader, manifest: Mani
         if weights_only:
             held_master.copy_(master)
             continue
+        average = {AVERAGE: tensor} if (tensor := tensors.pop(AVERAGE, None)) is not None and averaged else {}
         matrix_scalars = {key: value for key, value in scalars.items() if not key.startswith(GROUP)}
         group_scalars = {key.removeprefix(GROUP): value for key, value in scalars.items() if key.startswith(GROUP)}
         if isinstance(updated.optimizer, MatrixOptimizer):
@@ -172,7 +184,10 @@ def _restore_matrices(optimizer: MasterOptimizer, reader: Reader, manifest: Mani
         if mismatch := state_mismatch(updated.optimizer, held_master, tensors, matrix_scalars, group_scalars):
             problems.append(reader.problem(f"{matrix.name}: {mismatch}"))
             continue
-        placed = {key: tensor.to(held_master.device) if tensor.dim() else tensor for key, tensor in tensors.items()}
+        placed = {
+            key: tensor.to(held_master.device) if tensor.dim() else tensor
+            for key, tensor in (tensors | average).items()
+        }
         state[matrix.name] = {"master": master, "state": {**placed, **matrix_scalars}, "group": group_scalars}
     refuse(problems, CheckpointInvalid)
     if not weights_only:

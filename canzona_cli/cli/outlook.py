@@ -6,6 +6,7 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.memory import checkpoint_bytes
 from canzona_cli.core.model.families import flops_per_token
 from canzona_cli.core.setup import Layout
+from canzona_cli.records.corpus import samples_needed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +18,8 @@ class Outlook:
     mfu: float
     """The model FLOP utilisation, relative to the profile's bf16 peak, as runs measure it."""
     training_s: float
-    """The seconds of all steps, excluding start-up, saves and validation."""
+    """The seconds of all steps, excluding start-up, saves and validation. Steps of a ramp-up count by their sequences,
+    as if a small batch took as long for each as the full one."""
     gpu_hours: float
     """The hours of training, added up over all GPUs."""
     checkpoint_bytes: int
@@ -34,14 +36,15 @@ def outlook(config: RunConfig, layout: Layout, iteration_s: float) -> Outlook:
     setup, train, checkpoint = config.setup, config.train, config.checkpoint
     tokens_per_s = layout.global_batch_size * train.seq_length / iteration_s
     per_gpu = tokens_per_s / layout.world_size
+    training_s = samples_needed(train, layout.global_batch_size) / layout.global_batch_size * iteration_s
     saved_bytes = checkpoint_bytes(setup)
     machines = setup.cluster.nodes or -(-layout.world_size // setup.cluster.gpus_per_node)
     return Outlook(
         tokens_per_s=tokens_per_s,
         tokens_per_s_per_gpu=per_gpu,
         mfu=per_gpu * flops_per_token(setup.model, train.seq_length) / (setup.cluster.bf16_tflops * 1e12),
-        training_s=train.steps * iteration_s,
-        gpu_hours=layout.world_size * train.steps * iteration_s / 3600,
+        training_s=training_s,
+        gpu_hours=layout.world_size * training_s / 3600,
         checkpoint_bytes=saved_bytes,
         checkpoints_kept=checkpoint.keep + (train.steps // checkpoint.keep_every if checkpoint.keep_every else 0),
         host_bytes=round(saved_bytes / machines),

@@ -4,9 +4,8 @@ or only distribute the work differently."""
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
-from canzona_cli.config.overrides import override_text
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.config.settings import leaves, settings_affecting
+from canzona_cli.config.settings import leaves, override_text, settings_affecting
 from canzona_cli.core.errors import Problem
 from canzona_cli.core.fields import CURVE, MODEL, OPTIMIZER, SPREAD
 

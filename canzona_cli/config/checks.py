@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import decode_source, find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import get_args
 
@@ -40,6 +41,7 @@ def config_problems(config: RunConfig, *, training: bool = True) -> list[Problem
         *_value_problems(config),
         *layout_problems(config.setup),
         *_schedule_problems(config),
+        *_rampup_problems(config),
         *(_engine_problems(config) if training else ()),
         *(_custom_optimizer_problems(config) if training else ()),
         *_data_problems(config),
@@ -101,6 +103,19 @@ def _schedule_problems(config: RunConfig) -> Iterator[Problem]:
             reason = f"only {available_steps} steps are left after the warm-up"
             fix = f"use schedule.wsd_decay_steps={max(available_steps // 10, 1)}, or leave it null"
             yield Problem("schedule.wsd_decay_steps", reason, fix, value=schedule.wsd_decay_steps)
+
+
+def _rampup_problems(config: RunConfig) -> Iterator[Problem]:
+    train, key = config.train, "train.batch_rampup"
+    sizes = [size for size, _ in train.batch_rampup]
+    full = train.global_batch_size or train.batch_tokens / train.seq_length
+    if any(size >= larger for size, larger in pairwise([*sizes, full])):
+        reason = f"must be pairs of sequences and steps, with rising numbers of sequences below the batch of {full:g}"
+        yield Problem(key, reason, "for example train.batch_rampup=[[8,100],[16,100]]")
+    steps = sum(steps for _, steps in train.batch_rampup)
+    if steps >= train.steps:
+        reason = f"takes all of train.steps={train.steps}: the batch of {full:g} sequences is never reached"
+        yield Problem(key, reason, f"use fewer steps than {train.steps} in all pairs together")
 
 
 def _engine_problems(config: RunConfig) -> Iterator[Problem]:

@@ -10,16 +10,17 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Final, Literal, get_args
 
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.megatron_arguments import Arguments, default, limited, read_arguments, table
 from canzona_cli.config.megatron_parser import defaults
-from canzona_cli.config.overrides import key_of, override_text, text_value
+from canzona_cli.config.overrides import key_of, text_value
 from canzona_cli.config.recipes import GROUPS, builtin_recipes_dir, group_options
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.config.settings import settings
+from canzona_cli.config.settings import override_text, settings
 from canzona_cli.config.unknown_keys import exact_key
 from canzona_cli.core.errors import ConfigError, Problem, refuse
 from canzona_cli.core.reading import read_yaml
@@ -34,6 +35,8 @@ _SHAPE: Final = (
 """The settings that identify a built-in model."""
 _DECAYS: Final = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
 _BALANCING: Final = {"seq_aux_loss": "sequence", "global_aux_loss": "global", "none": "none"}
+_BATCH_ENTRY: Final = re.compile(r"(\d{1,15}(?:\.\d{1,15})?[KMBT]?):(\d{1,9})", re.IGNORECASE)
+"""A batch in `--step-batch-size-schedule`, after the number of tokens from which on it is used."""
 PROGRAM: Final = "program"
 """The word that stands for a setting when a user gives the program of a run: `program=gpt`."""
 _ASKED: Final = {"bf16": "train.precision", "global_batch_size": "train.global_batch_size"}
@@ -219,7 +222,8 @@ class _Translation:
             if self._text(name) is None and exact_key(name) not in self._typed:
                 self._report(name, "is missing", f"add it, or {exact_key(name)}=N to this command")
         for name, key in _ASKED.items():
-            if not self._given.complete and name not in self._given.written and key not in self._typed:
+            scheduled = name == "global_batch_size" and self._text("step_batch_size_schedule") is not None
+            if not (self._given.complete or scheduled or name in self._given.written or key in self._typed):
                 value = "bf16 or fp32" if name == "bf16" else "N"
                 self._report(name, "is missing", f"add it, or {key}={value} to this command")
         for name, given in self._given.values.items():
@@ -352,7 +356,13 @@ class _Translation:
     def _batch(self) -> int:
         """Sets batch size, recomputation, precision and data; returns the number of sequences in a step."""
         batch = self._number("global_batch_size", 1)
+        name, schedule = self._batch_schedule(batch)
+        if schedule and "train.global_batch_size" not in self._typed:
+            _, batch = schedule[-1]
         self._set("train.global_batch_size", batch, "global_batch_size")
+        self._rampup = _rampup(schedule)
+        if self._rampup:
+            self._set("train.batch_rampup", override_text(self._rampup), name)
         self._set("train.recompute", self._text("recompute_granularity") or "none", "recompute_granularity")
         self._set("train.precision", "bf16" if self._on("bf16") else "fp32", "bf16")
         if self._on("bf16"):
@@ -360,17 +370,62 @@ class _Translation:
             self._set("train.grad_reduce_dtype", reduced, "grad_reduce_in_bf16")
         if self._text("fp8"):
             self._set("train.fp8", self._text("fp8_recipe"), "fp8_recipe")
-        data = self._text("data_path") or ""
-        if len(data.split()) == 1:
-            self._set("data.path", text_value(data), "data_path")
+        self._data()
         return batch
+
+    def _batch_schedule(self, batch: int) -> tuple[str, list[tuple[int, int]]]:
+        """Returns the name of the argument that changes the batch in the run, and its batches, each after the number of
+        sequences from which on it is used; none if the batch is constant.
+
+        Args:
+            batch: the batch after the ramp-up of `--rampup-batch-size`.
+        """
+        name, ramp = "step_batch_size_schedule", self._text("rampup_batch_size")
+        if (text := self._text(name)) is not None:
+            entries = [_BATCH_ENTRY.fullmatch(entry) for entry in text.replace(",", " ").split()]
+            length = self._number("seq_length", 1)
+            schedule = sorted((_tokens(entry[1]) // length, _tokens(entry[2])) for entry in entries if entry)
+            if len(schedule) < len(entries) or not schedule or schedule[0][0] > 0:
+                self._report(name, "is not a list of TOKENS:SEQUENCES that begins with 0 tokens")
+            return name, schedule
+        if ramp is None:
+            return name, []
+        name = "rampup_batch_size"
+        numbers = [int(word) for word in ramp.split() if word.isdecimal() and len(word) < 16]
+        if len(numbers) != 3 or not all(numbers) or numbers[0] > batch or (batch - numbers[0]) % numbers[1]:
+            self._report(name, f"does not lead to the batch of {batch} sequences in equal increments")
+            return name, []
+        start, increment, samples = numbers
+        increments = (batch - start) // increment
+        sizes = [start + increment * index for index in range(increments + 1)]
+        return name, [(-(-samples * index // max(1, increments)), size) for index, size in enumerate(sizes)]
+
+    def _data(self) -> None:
+        """Sets the data: one path, or several with their weights."""
+        words = (self._text("data_path") or "").split()
+        weights, paths = words[::2], words[1::2]
+        if len(words) == 1:
+            weights, paths = ["1"], words
+        if not words or {"data", "data.path", "data.blend"} & self._typed.keys():
+            return
+        if len(weights) > len(paths) or None in map(_number, weights):
+            reason = "has no weights: Megatron takes every set as a whole, and canzona's blends have shares"
+            fix = "add data.blend='{PATH:WEIGHT,...}' to this command, with the tokens of each set as its weight"
+            self._report("data_path", reason, f"{fix} (canzona data show PATH)")
+        elif len(paths) == 1:
+            self._set("data.path", text_value(paths[0]), "data_path")
+        elif twice := [path for path in paths if paths.count(path) > 1]:
+            self._report("data_path", f"lists {twice[0]} twice", "list it once, with the sum of its weights")
+        else:
+            blend = ",".join(f"{path}:{weight}" for weight, path in zip(weights, paths, strict=True))
+            self._set("data.blend", f"{{{blend}}}", "data_path")
 
     def _schedule(self, batch: int) -> None:
         def steps(of: str) -> int | None:
             """Returns a number of steps, which the arguments give in iterations or in samples; None if they
             give neither."""
             iterations, samples = self._number(f"{of}_iters", 0), self._number(f"{of}_samples", 0)
-            return iterations or samples // batch or None
+            return iterations or _steps_of(samples, self._rampup, batch) or None
 
         train_steps = steps("train")
         decay = _DECAYS.get(self._text("lr_decay_style") or "")
@@ -507,6 +562,38 @@ class _Translation:
         problem = Problem(self._written(name), reason, fix, value=shown)
         if problem not in self.problems:
             self.problems.append(problem)
+
+
+def _tokens(text: str) -> int:
+    """Returns a number that may end with K, M, B or T."""
+    factor = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}.get(text[-1].upper(), 1)
+    return int(float(text.rstrip("KMBTkmbt")) * factor)
+
+
+def _rampup(schedule: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Returns the batches before the last one, each with its number of steps.
+
+    Args:
+        schedule: the batches, each after the number of sequences from which on it is used. A batch changes only
+            between two steps, and is left out if the step before it reached the next batch too.
+    """
+    stages, done = [], 0
+    for (_, size), (end, _) in pairwise(schedule):
+        if done < end:
+            steps = -(-(end - done) // size)
+            stages.append((size, steps))
+            done += steps * size
+    return stages
+
+
+def _steps_of(samples: int, rampup: Sequence[tuple[int, int]], batch: int) -> int:
+    """Returns the number of steps that read `samples` sequences. As in Megatron, the last step may read more after a
+    ramp-up, and does not otherwise."""
+    steps = 0
+    for size, most in rampup:
+        taken = min(most, -(-samples // size))
+        steps, samples = steps + taken, max(0, samples - taken * size)
+    return steps + (-(-samples // batch) if rampup else samples // batch)
 
 
 def _written(value: object) -> str | None:

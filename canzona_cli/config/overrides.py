@@ -91,13 +91,6 @@ def text_value(text: str) -> str:
     return "'" + re.sub(r"(\\*)('|$)", lambda match: 2 * match[1] + ("\\'" if match[2] else ""), text) + "'"
 
 
-def override_text(value: object) -> str:
-    """Formats a value as in an override, without quotes: `null`, `true`, `0.1`."""
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def _read_group(group: str, text: str, groups: dict[str, str], problems: list[Problem]) -> None:
     option = text.strip("'\"")
     if group in groups:

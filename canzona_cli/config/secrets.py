@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from canzona_cli.config.schema import RunConfig
+from canzona_cli.config.settings import override_text
 from canzona_cli.core.errors import Problem
 from canzona_cli.core.setup import CustomConfig
 
@@ -84,7 +85,7 @@ def shown_value(key: str, value: object) -> object:
         return value
     if is_secret_name(key.rpartition(".")[2]):
         return HIDDEN
-    return redact(str(value))
+    return redact(override_text(value))
 
 
 def secret_problems(settings: Mapping[str, object]) -> Iterator[Problem]:

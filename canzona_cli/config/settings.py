@@ -148,6 +148,15 @@ def tree_of(values: Mapping[str, object]) -> dict[str, object]:
     return tree
 
 
+def override_text(value: object) -> str:
+    """Formats a value as in an override, without quotes: `null`, `true`, `0.1`, `[5,7]`."""
+    if value is None:
+        return "null"
+    if isinstance(value, tuple | list):
+        return f"[{','.join(map(override_text, value))}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _settings_of(owner: type, prefix: str) -> Iterator[Setting]:
     hints = get_type_hints(owner, include_extras=True)
     for field in fields(owner):

@@ -39,6 +39,7 @@ _NAMES: Final[Mapping[str, str]] = {
     "train.recompute": (
         "recompute_granularity activation_checkpoint activation_checkpointing activation_checkpoint.mode"
     ),
+    "train.ema": "ema_decay",
     "train.eval_interval": (
         "eval_steps eval_every eval_freq val_check_interval val_every val_interval val_steps val_freq "
         "validation_every validation_interval validation_steps validation_freq"
@@ -95,7 +96,7 @@ _LEAVE_OUT: Final[Mapping[str, str]] = {
     "distributed_backend backend": "follows from the device: NCCL on GPUs, gloo on CPUs",
     "num_workers dataloader_num_workers": "is fixed: two processes per rank on GPUs, none on CPUs",
     "offload": "canzona does not move optimizer state to host memory",
-    "ema swa z_loss label_smoothing early_stopping sliding_window window_size mtp latent": "canzona does not have this",
+    "swa z_loss label_smoothing early_stopping sliding_window window_size mtp latent": "canzona does not have this",
     "document_mask reset_attention_mask reset_position_ids inter_document_masking": (
         "canzona packs documents into sequences without a mask between them"
     ),
@@ -129,7 +130,10 @@ _OTHERWISE: Final[Mapping[str, tuple[str, str]]] = {
         "the length of a run is its number of steps",
         "write train.steps=N, with N = tokens / train.batch_tokens",
     ),
-    "rampup": ("canzona does not raise the batch in a run", "resume the run with another train.global_batch_size"),
+    "rampup rampup_batch_size step_batch_size_schedule": (
+        "a ramp-up is a list of batches, each with its steps",
+        "write train.batch_rampup=[[SEQUENCES,STEPS],...]",
+    ),
     "epoch epochs": ("the length of a run is its number of steps", "write train.steps=N"),
     "eval_iters limit_val_batches val_iters val_batches validation_batches": (
         "a validation is a number of sequences, whatever the batch",

@@ -5,8 +5,8 @@ If an ignored setting was meant to change what is trained, the run is refused; o
 
 from collections.abc import Iterator
 
-from canzona_cli.config.overrides import override_text
 from canzona_cli.config.schema import RunConfig
+from canzona_cli.config.settings import override_text
 from canzona_cli.core.errors import Problem
 from canzona_cli.core.setup import AdamWConfig, CustomConfig, Execution, FastPath, MomentumConfig
 from canzona_cli.core.setup.execution import has_tp_modes

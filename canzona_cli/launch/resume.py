@@ -78,7 +78,7 @@ class Resumption:
     def samples_needed(self, config: RunConfig, layout: Layout) -> int:
         """Returns the number of samples that the run reads in all its steps."""
         done = self.progress
-        return samples_needed(config.train.steps, layout.global_batch_size, step=done.step, samples=done.samples)
+        return samples_needed(config.train, layout.global_batch_size, step=done.step, samples=done.samples)
 
 
 def holds_run(files: RunFiles) -> bool:
@@ -256,10 +256,6 @@ def _from_checkpoint(config: RunConfig, layout: Layout, checkpoint: Path, *, of_
         reason = f"the checkpoint was saved at step {progress.step:,}, but the run ends at step {config.train.steps:,}"
         fix = f"train.steps={2 * progress.step}, or an earlier checkpoint: checkpoint.resume=NAME"
         problems.append(Problem("train.steps", reason, fix, value=config.train.steps))
-    if progress.samples % layout.global_batch_size:
-        reason = f"the checkpoint is at sample {progress.samples:,}, in the middle of a batch of this size"
-        fix = "use the batch size it was saved with, or one that divides the number of samples"
-        problems.append(Problem("train.global_batch_size", reason, fix, value=layout.global_batch_size))
     refuse(problems)
     warnings = [*differences.warnings]
     if progress.losses.excess > 0:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Final
 
 from canzona_cli.checkpoint.huggingface.folder import TOKENIZER
-from canzona_cli.config.overrides import override_text
 from canzona_cli.config.schema import RunConfig
+from canzona_cli.config.settings import override_text
 from canzona_cli.core.errors import CanzonaError, ConfigError, Problem
 from canzona_cli.core.setup import Layout
 from canzona_cli.core.setup.problems import value_of
@@ -32,7 +32,7 @@ from canzona_cli.records.words import clean
 _MOST_COUNTED: Final = 50_000_000
 """The number of documents and samples up to which repeated tokens are counted, in about half a minute."""
 _ORDER_SETTINGS: Final = (
-    *("train.steps", "train.global_batch_size", "train.seq_length", "train.seed"),
+    *("train.steps", "train.global_batch_size", "train.batch_rampup", "train.seq_length", "train.seed"),
     *("data.validation", "data.validation_fraction", "data.blend"),
 )
 
@@ -87,7 +87,7 @@ def data_changes(resumption: Resumption, config: RunConfig, layout: Layout, corp
     step, done = resumption.step, resumption.progress.samples
     saved = replace(
         resumption.data or DataPlan(corpus=corpus, samples=0),
-        samples=samples_needed(before.train.steps, resumption.batch_before, step=step, samples=done),
+        samples=samples_needed(before.train, resumption.batch_before, step=step, samples=done),
     )
     needed = resumption.samples_needed(config, layout)
     plan = continue_plan(saved, corpus, samples=needed, done=done, count=about_by_share)

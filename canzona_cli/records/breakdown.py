@@ -165,7 +165,7 @@ class MeasuredBreakdown:
     layout: Layout
     steps_measured: int
     steps_skipped: int
-    """The number of warm-up steps at the start, which were not measured."""
+    """The number of steps at the start that were not measured: those of the warm-up, and of a batch ramp-up."""
     steps_profiled: int = 0
     """The number of steps under torch's profiler. They were not measured either, because it slows them down."""
     step: OverRanks

@@ -7,7 +7,7 @@ from typing import Final, Literal
 
 from canzona_cli.config.checks import BYTE_TOKENIZER_IDS
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.core.setup import Layout
+from canzona_cli.core.setup import Layout, TrainConfig
 from canzona_cli.records.codec import load
 from canzona_cli.records.files import RunFiles
 from canzona_cli.records.words import clean, count
@@ -119,13 +119,14 @@ class DataPlan:
         return by_path.get(part.prefix, by_contents.get(part.fingerprint))
 
 
-def samples_needed(steps: int, batch: int, *, step: int = 0, samples: int = 0) -> int:
+def samples_needed(train: TrainConfig, batch: int, *, step: int = 0, samples: int = 0) -> int:
     """Returns the number of samples that a run reads in all its steps.
 
     Args:
+        batch: the number of samples in a step after the ramp-up.
         step, samples: the number of steps and samples that are already done, with any batch.
     """
-    return samples + (steps - step) * batch
+    return samples + train.sequences(batch, step + 1, train.steps)
 
 
 def read_corpus(files: RunFiles) -> PreparedCorpus:
@@ -184,7 +185,7 @@ def tokens_needed(config: RunConfig, layout: Layout, *, samples: int | None = No
             for a run that starts at its first step.
     """
     if samples is None:
-        samples = samples_needed(config.train.steps, layout.global_batch_size)
+        samples = samples_needed(config.train, layout.global_batch_size)
     return samples * config.train.seq_length
 
 

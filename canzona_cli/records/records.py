@@ -176,6 +176,10 @@ class StepMetrics:
     """The time of writing, in seconds since 1970."""
 
 
+EMA: Final = "EMA"
+"""The name of the average of the weights among the parts of a validation."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ValidationLoss:
     """A line of validation.jsonl."""
@@ -185,7 +189,7 @@ class ValidationLoss:
     """The loss; for a blend, the mean of its sets weighted by their training shares. None if it was not
     finite."""
     sets: Mapping[str, float | None] = field(default_factory=dict)
-    """The loss of each set of a blend, by its name."""
+    """The loss of each set of a blend, by its name, and that of the average of the weights (`EMA`) on all of them."""
     time: float | None = None
 
 

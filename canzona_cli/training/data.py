@@ -92,7 +92,7 @@ def plan_data(
     """
     batch = config.train.global_batch_size
     assert batch is not None
-    samples = samples_needed(config.train.steps, batch, step=progress.step, samples=progress.samples)
+    samples = samples_needed(config.train, batch, step=progress.step, samples=progress.samples)
     if saved is None:
         return DataPlan(corpus=corpus, samples=samples)
     return continue_plan(saved, corpus, samples=samples, done=progress.samples, count=_count_by_set)
@@ -155,21 +155,21 @@ def _sample_index(config: RunConfig, corpus: PreparedCorpus, cache: Path, *, see
 class BatchStream(Iterator[Batch]):
     """An iterator over this data-parallel rank's micro-batches of consecutive global batches.
 
-    In every layout, global batch `b` consists of the `global_batch_size` samples that start at sample
-    `first_sample + b * global_batch_size`. A micro-batch is `micro_batch_size` of these samples, so the
-    number of data-parallel ranks only decides which rank computes a sample.
+    In every layout, a global batch consists of the samples that follow those of the batch before it, from sample
+    `first_sample` on. A micro-batch is `micro_batch_size` of these samples, so the number of data-parallel ranks only
+    decides which rank computes a sample, and batches may differ in size.
 
     Args:
         first_sample: the first sample to read.
-        count: the number of samples to read; after them, masked samples fill the last micro-batches. None
-            reads the complete global batches from `first_sample` to the end.
+        count: the number of samples to read; after them, masked samples fill the last micro-batches. None reads to the
+            end, without a rest that no batch can have.
     """
 
     def __init__(self, dataset: Samples, world: World, *, first_sample: int = 0, count: int | None = None) -> None:
         self._world = world
         if count is None:
             left: int = len(dataset) - first_sample  # type: ignore[arg-type]
-            count = left - left % world.layout.global_batch_size
+            count = left - left % world.layout.batch_multiple
         indices = _indices(world.layout, world.dp_rank, first=first_sample, count=count)
         on_gpu = world.device.type == "cuda"
         self._batches = iter(
@@ -201,8 +201,8 @@ class BatchStream(Iterator[Batch]):
 def padded_micro_batches(layout: Layout, count: int) -> int:
     """Returns the number of micro-batches of each data-parallel rank that together hold `count` samples. The
     interleaved schedule needs a multiple of the number of stages."""
-    multiple = layout.pp if layout.vpp > 1 else 1
-    return multiple * math.ceil(count / (layout.micro_batch_size * layout.dp * multiple))
+    batches = math.ceil(count / layout.batch_multiple)
+    return batches * layout.batch_multiple // (layout.micro_batch_size * layout.dp)
 
 
 def _indices(layout: Layout, dp_rank: int, *, first: int, count: int) -> list[list[int | None]]:

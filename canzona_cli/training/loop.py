@@ -15,8 +15,9 @@ from canzona_cli.core.engine.canzona_optimizer import CanzonaOptimizer, NonFinit
 from canzona_cli.core.errors import Diverged, Problem
 from canzona_cli.core.megatron.model import Trainee
 from canzona_cli.records.files import RunFiles
-from canzona_cli.records.records import Ending, StepMetrics, ValidationLoss
+from canzona_cli.records.records import EMA, Ending, StepMetrics, ValidationLoss
 from canzona_cli.records.words import plural
+from canzona_cli.training.average import WeightAverage
 from canzona_cli.training.data import BatchStream, Datasets
 from canzona_cli.training.guards import Divergence, DivergenceGuard, LossSpike, SpikeGuard
 from canzona_cli.training.measure import StarvationWatch, StepProfiler, StragglerWatch
@@ -75,6 +76,7 @@ class Training:
         memory = self.progress.losses
         self._spikes = SpikeGuard(self.trainee.setup.train, memory)
         self._divergence = DivergenceGuard(self.trainee.setup.model.vocab_size, memory)
+        self._average = WeightAverage(self.trainee) if self.trainee.setup.train.ema else None
         self._ongoing: Divergence | None = None
         """The divergence that `check_recovered` checks; None if none was reported. A newly reported
         divergence replaces it only if the run has recovered from it, as it may with train.divergence=warn."""
@@ -148,7 +150,13 @@ class Training:
         trainee = self.trainee
         started = time.perf_counter()
         try:
-            result = train_step(trainee, batches, stop_requested=self._stop_requested, save_due=self._save_due)
+            result = train_step(
+                trainee,
+                batches,
+                sequences=batch_at(trainee, step),
+                stop_requested=self._stop_requested,
+                save_due=self._save_due,
+            )
         except NonFiniteGradients as error:
             loss = math.nan if error.loss is None else error.loss
             lr, adamw_lr = step_rates(trainee)
@@ -157,8 +165,12 @@ class Training:
             self.journal.step(step_metrics(trainee, progress, refused, time.perf_counter() - started))
             error.since = self._divergence.since or step
             raise
+        if self._average is not None and not result.skipped:
+            self._average.update()
         step_s = time.perf_counter() - started
         must_count = result.stop or result.save or step == trainee.setup.train.steps
+        # Weights that are exchanged for their average must not need a repair.
+        must_count |= self._average is not None and self._validation_due(step)
         if must_count and isinstance(trainee.optimizer, CanzonaOptimizer):
             # Fallbacks are normally counted in the next step. This launch may not have a next step, and a
             # checkpoint must include the fallbacks of its own step.
@@ -217,7 +229,7 @@ class Training:
             self.record.watchdog.stage("save")  # it may have to wait for the previous save
             saver.save(self.progress)
             self.record.watchdog.stage("train")
-        if finished or (config.train.eval_interval and step % config.train.eval_interval == 0):
+        if finished or self._validation_due(step):
             self._validate()
         if self.sampler is not None and (finished or step % config.train.sample_every == 0):
             self.journal.stage("validate", f"step {step}: a sample")
@@ -226,6 +238,10 @@ class Training:
         if saver is not None and finished:
             self.journal.stage("save", f"step {step}")
             self.record.checkpoint = saver.wait(self.progress)
+
+    def _validation_due(self, step: int) -> bool:
+        interval = self.config.train.eval_interval
+        return interval > 0 and step % interval == 0
 
     def _stop(self) -> Ending:
         """Ends the run after a stop request: saves it, if it has a saver, and returns the ending.
@@ -249,23 +265,36 @@ class Training:
         if not self.datasets.validation:
             return
         self.journal.stage("validate", f"step {step}")
-        # Every validation uses the same samples, so that its loss depends only on the model.
-        losses: dict[str, float] = {}
-        for part in self.datasets.validation:
-            batches = BatchStream(part.samples, self.trainee.world, count=part.count)
-            losses[part.name] = validate(self.trainee, batches, samples=part.count)
-        loss = sum(part.share * losses[part.name] for part in self.datasets.validation)
-        self.journal.validation(step, loss, losses if len(losses) > 1 else {})
+        loss, losses = self._validation_losses()
+        if self._average is not None and self._average.begun:
+            with self._average.in_place():
+                losses[EMA], _ = self._validation_losses()
+        self.journal.validation(step, loss, losses)
         divergence = self._divergence.notice_validation(step, loss, final=step == settings.steps)
         self._remember()
         if divergence is not None and self._report_divergence(divergence):
             raise divergence.error()
         self.journal.stage("train", f"step {step}")
 
+    def _validation_losses(self) -> tuple[float, dict[str, float]]:
+        """Returns the model's validation loss and, for a blend, the loss of each set by its name. Collective."""
+        # Every validation uses the same samples, so that its loss depends only on the model.
+        losses: dict[str, float] = {}
+        for part in self.datasets.validation:
+            batches = BatchStream(part.samples, self.trainee.world, count=part.count)
+            losses[part.name] = validate(self.trainee, batches, samples=part.count)
+        loss = sum(part.share * losses[part.name] for part in self.datasets.validation)
+        return loss, losses if len(losses) > 1 else {}
+
+
+def batch_at(trainee: Trainee, step: int) -> int:
+    """Returns the number of sequences in a step of the run."""
+    return trainee.setup.train.sequences(trainee.world.layout.global_batch_size, step, step)
+
 
 def advance_progress(trainee: Trainee, progress: Progress, result: StepResult) -> Progress:
     """Returns the progress of the run after a step with this result."""
-    batch = trainee.world.layout.global_batch_size
+    batch = batch_at(trainee, progress.step + 1)
     return replace(
         progress,
         step=progress.step + 1,
@@ -283,7 +312,7 @@ def step_metrics(trainee: Trainee, progress: Progress, result: StepResult, step_
         progress: the progress after the step.
         step_s: the duration of the step, in seconds.
     """
-    tokens = trainee.world.layout.global_batch_size * trainee.setup.train.seq_length
+    tokens = batch_at(trainee, progress.step) * trainee.setup.train.seq_length
     return StepMetrics(
         step=progress.step,
         loss=result.loss,

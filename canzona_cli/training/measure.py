@@ -63,8 +63,8 @@ def _warm_up(steps: Sequence[StepTiming]) -> int:
 def gather_breakdown(config: RunConfig, world: World, steps: Sequence[StepTiming]) -> MeasuredBreakdown | None:
     """Gathers every rank's mean phase times, and returns the run's breakdown on rank 0. Collective.
 
-    Each rank averages over its measured steps; minimum, mean and maximum are then taken over ranks. Profiled
-    steps are not measured, unless there are no other steps.
+    Each rank averages over its measured steps; minimum, mean and maximum are then taken over ranks. Profiled steps, and
+    steps of a ramp-up, are not measured, unless there are no other steps.
 
     Args:
         steps: the timings of this launch's steps.
@@ -72,7 +72,10 @@ def gather_breakdown(config: RunConfig, world: World, steps: Sequence[StepTiming
     Returns:
         The breakdown; None on other ranks, or if no step was measured.
     """
-    measured = measured_steps(steps, config.run.profile_steps)
+    batch = world.layout.global_batch_size
+    batches = {step.number: config.train.sequences(batch, step.number, step.number) for step in steps}
+    full = [step for step in steps if batches[step.number] == batch] or steps
+    measured = measured_steps(full, config.run.profile_steps)
     means = _RankMeans(
         step_s=sum(s.step_s for s in measured) / max(1, len(measured)),
         phases=mean_phases([step.phases for step in measured]),
@@ -83,7 +86,8 @@ def gather_breakdown(config: RunConfig, world: World, steps: Sequence[StepTiming
         return None
     step_time = _phase_time([rank.step_s for rank in rank_means])
     phases = by_phase([rank.phases for rank in rank_means])
-    tokens_per_s = world.layout.global_batch_size * config.train.seq_length / step_time.mean_s
+    sequences = sum(batches[step.number] for step in measured) / len(measured)
+    tokens_per_s = sequences * config.train.seq_length / step_time.mean_s
     per_gpu = tokens_per_s / world.world_size
     tflops = per_gpu * flops_per_token(config.model, config.train.seq_length) / 1e12
     memory = [rank.peak_memory for rank in rank_means]
@@ -93,8 +97,8 @@ def gather_breakdown(config: RunConfig, world: World, steps: Sequence[StepTiming
         device=config.cluster.device,
         layout=world.layout,
         steps_measured=len(measured),
-        steps_skipped=_warm_up(steps),
-        steps_profiled=len(steps) - _warm_up(steps) - len(measured),
+        steps_skipped=len(steps) - len(full) + _warm_up(full),
+        steps_profiled=len(full) - _warm_up(full) - len(measured),
         step=step_time,
         phases={name: _phase_time(times, step_time.mean_s, in_step=name in IN_STEP) for name, times in phases.items()},
         ranks=tuple(RankTimes(rank=rank, phases=times.phases) for rank, times in enumerate(rank_means)),

@@ -15,7 +15,7 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.engine.canzona_optimizer import CanzonaOptimizer, NonFiniteGradients
 from canzona_cli.core.megatron.model import Model, Trainee
 from canzona_cli.core.megatron.timers import PhaseTimer
-from canzona_cli.core.setup import Layout, ModelConfig
+from canzona_cli.core.setup import ModelConfig
 from canzona_cli.data.corpus import tokenizer_of
 from canzona_cli.data.tokenizers import Tokenizer
 from canzona_cli.records.corpus import PreparedCorpus
@@ -37,7 +37,7 @@ class Routing:
     experts."""
 
     @classmethod
-    def from_sums(cls, sums: Sequence[float], model: ModelConfig, layout: Layout) -> "Routing":
+    def from_sums(cls, sums: Sequence[float], model: ModelConfig, *, dp: int, micro_batches: int) -> "Routing":
         """Makes the record from the flattened result of `RoutingMeter.take`, summed over all ranks.
 
         With `balancing_loss=sequence`, each data-parallel rank contributes the loss of its own sequences, so
@@ -46,7 +46,7 @@ class Routing:
         """
         width = 1 + model.num_experts
         layers = [sums[start : start + width] for start in range(0, len(sums), width)]
-        parts = layout.num_microbatches * (layout.dp if model.balancing_loss == "sequence" else 1)
+        parts = micro_batches * (dp if model.balancing_loss == "sequence" else 1)
         return cls(
             balancing_loss=sum(layer[0] for layer in layers) / (len(layers) * parts),
             tokens=tuple(tuple(layer[1:]) for layer in layers),
@@ -97,6 +97,7 @@ def train_step(
     trainee: Trainee,
     batches: Iterator[Batch],
     *,
+    sequences: int | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
     save_due: Callable[[], bool] = lambda: False,
 ) -> StepResult:
@@ -108,6 +109,7 @@ def train_step(
     can launch the next step while the device still executes this step's update.
 
     Args:
+        sequences: The number of sequences in this step's batch; None for the layout's.
         stop_requested: A function that returns True if this rank has a stop request. It is called after the
             backward pass, so that an earlier request stops the run after this step. If it returns True on any
             rank, all ranks stop.
@@ -123,13 +125,15 @@ def train_step(
     for chunk in trainee.chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    losses = _forward_backward(
-        trainee, batches, micro_batches=trainee.world.layout.num_microbatches, forward_only=False
-    )
+    layout = trainee.world.layout
+    micro_batches = (sequences or layout.global_batch_size) // (layout.micro_batch_size * layout.dp)
+    losses = _forward_backward(trainee, batches, micro_batches=micro_batches, forward_only=False)
     lr, adamw_lr = step_rates(trainee)
     try:
         with timer.phase("norm_clip"):
-            agreed = _start_agreement(trainee, losses, stop_requested=stop_requested(), save_due=save_due())
+            agreed = _start_agreement(
+                trainee, losses, micro_batches, stop_requested=stop_requested(), save_due=save_due()
+            )
             # Inner optimizers and the gathering of parameters have separate phases inside this one, which
             # therefore measures only norm, clipping and copies.
             updated, grad_norm, _ = optimizer.step()
@@ -264,7 +268,7 @@ def _mean_loss(mask: torch.Tensor, counted: torch.Tensor, losses: torch.Tensor) 
 
 
 def _start_agreement(
-    trainee: Model, losses: list[torch.Tensor], *, stop_requested: bool = False, save_due: bool = False
+    trainee: Model, losses: list[torch.Tensor], micro_batches: int, *, stop_requested: bool, save_due: bool
 ) -> Callable[[], AgreedValues]:
     """Starts one small all-reduce that averages the losses over all last stages and combines the ranks'
     requests. Collective.
@@ -288,7 +292,8 @@ def _start_agreement(
 
     def agreed() -> AgreedValues:
         total, count, stops, saves, *rest = receive()
-        routing = Routing.from_sums(rest, trainee.setup.model, trainee.world.layout) if rest else None
+        model, dp = trainee.setup.model, world.layout.dp
+        routing = Routing.from_sums(rest, model, dp=dp, micro_batches=micro_batches) if rest else None
         return AgreedValues(loss=total / count, stop=stops > 0, save=saves > 0, routing=routing)
 
     return agreed

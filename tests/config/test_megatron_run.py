@@ -211,8 +211,39 @@ def test_a_constant_rate_may_be_below_the_recipes_minimum(tmp_path: Path) -> Non
 
 
 def test_what_canzona_leaves_out_is_listed_with_its_value(tmp_path: Path) -> None:
-    run = read(tmp_path, f"{SMALL} --cuda-graph-impl local --rampup-batch-size 16 16 1000 --no-align-param-gather")
-    assert {*run.left_out} >= {"--cuda-graph-impl local", "--rampup-batch-size 16 16 1000"}
+    run = read(tmp_path, f"{SMALL} --cuda-graph-impl local --ddp-num-buckets 4 --no-align-param-gather")
+    assert {*run.left_out} >= {"--cuda-graph-impl local", "--ddp-num-buckets 4"}
+
+
+def test_what_is_no_ramp_up_is_refused_by_its_flag(tmp_path: Path) -> None:
+    without = SMALL.replace(" --global-batch-size 16", "")
+    for flags, key, words in (
+        ("--step-batch-size-schedule 1M:16", "--step-batch-size-schedule", "begins with 0 tokens"),
+        ("--step-batch-size-schedule '0:16 1X:32'", "--step-batch-size-schedule", "not a list of TOKENS:SEQUENCES"),
+        ("--step-batch-size-schedule ''", "--global-batch-size", "is missing"),
+        ("--global-batch-size 16 --rampup-batch-size 8 3 1000", "--rampup-batch-size", "the batch of 16 sequences"),
+        ("--global-batch-size 16 --rampup-batch-size 32 8 1000", "--rampup-batch-size", "the batch of 16 sequences"),
+    ):
+        assert words in problems(tmp_path, f"{without} {flags}")[key].reason, flags
+
+
+def test_a_blend_is_read_with_its_weights(tmp_path: Path) -> None:
+    run = read(tmp_path, f"{SMALL} --data-path 0.7 data/code_text 30 /corpora/web.v2")
+    assert config_of(run).data.blend == {"data/code_text": 0.7, "/corpora/web.v2": 30.0}
+    assert config_of(run).data.source == "prepared"
+    assert "data.blend" in " ".join(run.command(config_of(run), ()))
+    assert config_of(read(tmp_path, f"{SMALL} --data-path 1.0 data/code")).data.path == "data/code"
+
+
+def test_a_blend_without_a_share_for_each_set_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    flag = "--data-path"
+    for paths in ("data/code data/web", "1 data/code data/web", "1 data/code data/web 2"):
+        problem = problems(tmp_path, f"{SMALL} {flag} {paths}")[flag]
+        assert (problem.reason[:14], problem.value) == ("has no weights", paths)
+        assert "data.blend='{PATH:WEIGHT,...}'" in problem.fix
+        given = ["data.blend={data/code:2,data/web:1}"]
+        assert config_of(read(tmp_path, f"{SMALL} {flag} {paths}", given), given).data.blend is not None
+    assert "data/a twice" in problems(tmp_path, f"{SMALL} {flag} 1 data/a 2 data/a")[flag].reason
 
 
 @pytest.mark.parametrize(

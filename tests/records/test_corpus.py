@@ -18,6 +18,8 @@ def run_of(steps: int, *, data: DataConfig | None = None, vocab_size: int = 1638
 def test_epochs_are_the_tokens_of_all_steps_over_those_of_one_pass() -> None:
     config = run_of(10)
     assert tokens_needed(config, LAYOUT) == 10 * 32 * 256
+    rampup = replace(config, train=replace(config.train, batch_rampup=((8, 2), (16, 1))))
+    assert tokens_needed(rampup, LAYOUT) == (2 * 8 + 16 + 7 * 32) * 256
     found = supply(config, LAYOUT, with_tokens(10 * 32 * 256 // 5))
     assert found is not None
     assert found.epochs == pytest.approx(5, rel=1e-3)

@@ -24,7 +24,7 @@ def test_sums_of_all_ranks_become_a_mean_over_what_they_are_parts_of(kind: str, 
     config, layout = resolve(compose_run(["recipe=moe-tiny", "gpus=2", f"model.balancing_loss={kind}", *typed]).config)
     assert (layout.dp, layout.num_microbatches) == (2, 4)
     layer = [1.5 * parts, *[2.0] * 7, 18.0]
-    routing = Routing.from_sums(layer * config.model.num_layers, config.model, layout)
+    routing = Routing.from_sums(layer * config.model.num_layers, config.model, dp=2, micro_batches=4)
     assert routing.balancing_loss == pytest.approx(1.5)
     assert routing.tokens == ((*[2.0] * 7, 18.0),) * config.model.num_layers
     assert routing.load == pytest.approx(18 * 8 / 32)

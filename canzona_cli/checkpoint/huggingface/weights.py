@@ -177,6 +177,7 @@ def export_weights(
     dtype: Dtype,
     seq_length: int,
     extra_files: ExtraFiles,
+    field: str = MASTER,
     shard_bytes: int = SHARD_BYTES,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> Exported:
@@ -189,6 +190,7 @@ def export_weights(
         dtype: The type of the weights; fp32 writes the masters unchanged.
         seq_length: The length of the sequences that the model was trained on, in tokens.
         extra_files: The files to write in addition to weights and settings.
+        field: The field to export; `AVERAGE` for the average of the weights.
         shard_bytes: The maximum size of the tensors in a file, in bytes.
         on_bytes: Called with the number of bytes of each part that is about to be written.
 
@@ -213,7 +215,7 @@ def export_weights(
                 name: Buffer(
                     dtype=code,
                     shape=unit_shape(units[name], model),
-                    data=partial(_read_rounded, reader, units[name], torch_dtype, on_bytes),
+                    data=partial(_read_rounded, reader, units[name], field, torch_dtype, on_bytes),
                 )
                 for name in names
             }
@@ -249,7 +251,7 @@ def _file(index: int, count: int) -> str:
 
 
 def _read_rounded(
-    reader: Reader, unit: str, kind: torch.dtype, on_bytes: Callable[[int], None]
+    reader: Reader, unit: str, field: str, kind: torch.dtype, on_bytes: Callable[[int], None]
 ) -> Iterator[memoryview]:
     """Yields the bytes of a weight, rounded to the type `kind`, a range of rows at a time.
 
@@ -258,7 +260,7 @@ def _read_rounded(
         CheckpointInvalid: the weight is not stored, or is not finite.
     """
     for rows in row_ranges(unit_shape(unit, reader.model)):
-        data = reader.master(unit, rows).to(kind)
+        data = reader.master(unit, rows, field).to(kind)
         if kind is torch.float16 and not bool(data.isfinite().all()):
             reason = "has weights beyond 65,504, the largest fp16 number"
             raise ConfigError(Problem(key="--dtype", value="fp16", reason=f"{unit} {reason}", fix="--dtype bf16"))

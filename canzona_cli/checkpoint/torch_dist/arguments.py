@@ -85,19 +85,23 @@ def _decoupled(optimizer: OptimizerConfig) -> dict[str, object]:
 
 def schedule_state(config: RunConfig, progress: Progress) -> dict[str, object]:
     """Returns the state of Megatron-LM's schedule, which counts samples."""
-    schedule, batch = config.schedule.complete(config.train.steps), config.train.global_batch_size or 1
-    optimizer = config.optimizer
+    train, optimizer = config.train, config.optimizer
+    schedule = config.schedule.complete(train.steps)
+
+    def samples(steps: int) -> int:
+        return train.sequences(train.global_batch_size or 1, 1, steps)
+
     return {
         "max_lr": optimizer.lr,
         "min_lr": optimizer.min_lr,
-        "lr_warmup_steps": (schedule.warmup_steps or 0) * batch,
-        "lr_decay_steps": (schedule.decay_steps or 0) * batch,
+        "lr_warmup_steps": samples(schedule.warmup_steps or 0),
+        "lr_decay_steps": samples(schedule.decay_steps or 0),
         "lr_decay_style": _DECAYS.get(schedule.decay, schedule.decay),
         "num_steps": progress.samples,
         "start_wd": optimizer.weight_decay,
         "end_wd": optimizer.weight_decay,
         "wd_incr_style": "constant",
-        "wd_incr_steps": config.train.steps * batch,
+        "wd_incr_steps": samples(train.steps),
     }
 
 

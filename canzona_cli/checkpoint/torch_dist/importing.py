@@ -21,8 +21,9 @@ from canzona_cli.checkpoint.verify import limit_problems
 from canzona_cli.config.compose import Composed, compose_run, dump_resolved
 from canzona_cli.config.megatron_arguments import saved_arguments
 from canzona_cli.config.megatron_translation import MegatronRun, translated
-from canzona_cli.config.overrides import key_of, override_text
+from canzona_cli.config.overrides import key_of
 from canzona_cli.config.schema import RunConfig
+from canzona_cli.config.settings import override_text
 from canzona_cli.config.settings import settings as all_settings
 from canzona_cli.core.engine.stored_state import stored_step
 from canzona_cli.core.errors import CheckpointInvalid, Problem, refuse

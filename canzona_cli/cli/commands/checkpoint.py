@@ -111,6 +111,7 @@ def export(
         Option(help="The type of Hugging Face weights. [default: the run's train.precision]"),
     ] = None,
     step: Step = None,
+    ema: Annotated[bool, Option("--ema", help="Export the average of the weights (train.ema).")] = False,
     tokenizer: Annotated[
         Path | None, Option(metavar="DIR", help="A folder with the tokenizer to include. [default: the run's]")
     ] = None,
@@ -126,10 +127,10 @@ def export(
 
     check_empty(out, key="OUT")
     if to == "hf":
-        export_hugging_face(choose(where).find(step), out, dtype, tokenizer, as_json=as_json)
+        export_hugging_face(choose(where).find(step), out, dtype, tokenizer, ema=ema, as_json=as_json)
         return
-    ignored_options = {"--dtype": dtype, "--tokenizer": tokenizer}
-    reason = "Megatron's checkpoints have the run's precision and no tokenizer"
+    ignored_options = {"--dtype": dtype, "--tokenizer": tokenizer, "--ema": ema}
+    reason = "Megatron's checkpoints have the run's precision and state, and no tokenizer"
     fix = "leave it out, or use --to hf"
     refuse(Problem(key=key, value=value, reason=reason, fix=fix) for key, value in ignored_options.items() if value)
     export_megatron(choose(where).find(step), out, as_json=as_json)

@@ -12,7 +12,7 @@ from typing import Literal
 import typer
 
 from canzona_cli.checkpoint.commit import bytes_written, stage_folder
-from canzona_cli.checkpoint.contents import saved_run
+from canzona_cli.checkpoint.contents import AVERAGE, MASTER, saved_run
 from canzona_cli.checkpoint.huggingface.folder import (
     DTYPES,
     ExtraFiles,
@@ -28,7 +28,7 @@ from canzona_cli.cli.views.checkpoint import bar_of_bytes
 from canzona_cli.config.compose import dump_resolved
 from canzona_cli.config.overrides import key_of
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.core.errors import CheckpointInvalid, refuse
+from canzona_cli.core.errors import CheckpointInvalid, Problem, refuse
 from canzona_cli.core.model.families import parameter_count
 from canzona_cli.core.reading import display_path
 from canzona_cli.core.writing import write_text_atomic
@@ -104,27 +104,36 @@ def export_hugging_face(
     dtype: Literal["bf16", "fp16", "fp32"] | None,
     tokenizer: Path | None,
     *,
+    ema: bool,
     as_json: bool,
 ) -> None:
     """Exports the weights of a checkpoint to a Hugging Face folder.
 
     Args:
+        ema: True to export the average of the weights.
         dtype: the type of the weights; None for the run's precision.
         tokenizer: a folder with the tokenizer to include; None for the run's tokenizer.
     """
     manifest, config, extra_files = verify_run(checkpoint, tokenizer)
+    field = AVERAGE if ema else MASTER
+    if not any(tensor.whole_name(name).endswith(f"/{field}") for name, tensor in manifest.tensors.items()):
+        reason = f"step {checkpoint.step:,} was saved without an average of the weights"
+        refuse([Problem("--ema", reason, "leave it out; runs with train.ema=0.999, for example, save an average")])
     from canzona_cli.checkpoint.huggingface.weights import export_weights
     from canzona_cli.checkpoint.reader import Reader  # imports torch
 
     kind, length = dtype or config.train.precision, config.train.seq_length
     total = tensor_bytes(DTYPES[kind][0], (parameter_count(config.model).total,))
     with bar_of_bytes("exporting", total) as on_bytes, Reader(checkpoint.path, manifest, config.model) as reader:
-        written = export_weights(reader, out, dtype=kind, seq_length=length, extra_files=extra_files, on_bytes=on_bytes)
-    facts = {"step": checkpoint.step, "dtype": kind, "tokenizer": extra_files.tokenizer or None}
+        written = export_weights(
+            reader, out, dtype=kind, seq_length=length, extra_files=extra_files, field=field, on_bytes=on_bytes
+        )
+    facts = {"step": checkpoint.step, "ema": ema, "dtype": kind, "tokenizer": extra_files.tokenizer or None}
+    average = "the average of the weights at " if ema else ""
     amount = f"{size(written.bytes)} in {plural(written.files, 'file')}"
     _conclude(
         {"folder": str(out.absolute()), **facts, **asdict(written)},
-        f"Wrote {display_path(out)}: step {checkpoint.step:,}, {amount}.",
+        f"Wrote {display_path(out)}: {average}step {checkpoint.step:,}, {amount}.",
         "" if extra_files.tokenizer else "note: the run's tokenizer is unknown; --tokenizer DIR adds one",
         as_json=as_json,
     )

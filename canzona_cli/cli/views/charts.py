@@ -35,6 +35,7 @@ MEMORY: Final[Mapping[str, Ink]] = MappingProxyType(
             ("masters", "M", "green3", "#3a9d5d"),
             ("matrix_state", "S", "pale_green1", "#86c58e"),
             ("adamw_state", "A", "gold3", "#e6b422"),
+            ("average", "E", "yellow3", "#b8a13a"),
             ("optimizer", "O", "green3", "#3a9d5d"),
             ("activations", "C", "medium_purple2", "#8b7bc8"),
             ("logits", "L", "plum2", "#c7a3dd"),

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from canzona_cli.cli.views.page import Page, Screen, paragraph, remarks
 from canzona_cli.cli.views.tables import Table
-from canzona_cli.config.overrides import override_text
+from canzona_cli.config.settings import override_text
 from canzona_cli.core.phases import LABELS
 from canzona_cli.records.compare import Pair, RunPair, ratio
 from canzona_cli.records.words import MISSING, milliseconds, number, overhead, size
@@ -100,7 +100,7 @@ def _table(title: str, rows: Iterable[_Row], *, last_head: str = "B / A") -> Tab
 def setting_value(value: object) -> str:
     """Formats the value of a setting as a user types it. A long list is shown as the number of its entries;
     other long values are cut."""
-    shown = f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else override_text(value)
+    shown = override_text(value)
     if len(shown) <= _LONGEST_VALUE:
         return shown
     return f"{len(value)} entries" if isinstance(value, tuple) else f"{shown[: _LONGEST_VALUE - 3]}..."

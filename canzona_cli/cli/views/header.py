@@ -9,7 +9,7 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.model.matrices import Routed, routing
 from canzona_cli.core.planner.measures import balance
 from canzona_cli.core.planner.plan_file import ObtainedPlan
-from canzona_cli.core.setup import CustomConfig, Device, Layout
+from canzona_cli.core.setup import CustomConfig, Device, Layout, TrainConfig
 from canzona_cli.core.simulate.fast_paths import FastPaths
 from canzona_cli.records.breakdown import describes_machine
 from canzona_cli.records.corpus import PreparedCorpus, supply
@@ -37,11 +37,16 @@ def layout_name(layout: Layout) -> str:
     return f"{layout_code(layout)} (micro-batch {layout.micro_batch_size}{recompute})"
 
 
-def describe_batch(layout: Layout, seq_length: int) -> str:
-    """Returns `32 sequences × 256 = 8,192 tokens a step (micro-batch 4 × accumulation 4 × DP 2)`."""
+def describe_batch(layout: Layout, train: TrainConfig) -> str:
+    """Returns `32 sequences × 256 = 8,192 tokens a step (micro-batch 4 × accumulation 4 × DP 2)`, and the smaller
+    batches before it: `after 100 steps of 8 and 100 of 16`."""
+    stages = [
+        f"{steps:,}{'' if index else ' steps'} of {size:,}" for index, (size, steps) in enumerate(train.batch_rampup)
+    ]
     return (
-        f"{layout.global_batch_size:,} sequences × {seq_length:,} = "
-        f"{layout.global_batch_size * seq_length:,} tokens a step ({batch_factors(layout)})"
+        f"{layout.global_batch_size:,} sequences × {train.seq_length:,} = "
+        f"{layout.global_batch_size * train.seq_length:,} tokens a step ({batch_factors(layout)})"
+        + (f", after {', '.join(stages)}" if stages else "")
     )
 
 
@@ -201,7 +206,7 @@ def header_rows(
         *(routing_rows(config) if routed else []),
         ("layout", f"{describe_layout(layout, config.cluster.device)} on {config.cluster.name}"),
         *([("plan", describe_plan(plan, config))] if plan is not None else []),
-        ("batch", describe_batch(layout, config.train.seq_length)),
+        ("batch", describe_batch(layout, config.train)),
         ("data", describe_data(config, corpus)),
         *([] if (tokens := supply(config, layout, corpus, samples=samples)) is None else [("epochs", tokens.words)]),
         *([("run", str(run_dir))] if run_dir is not None else []),

@@ -115,7 +115,7 @@ class PlanView(Page):
     def _main_rows(self) -> Iterator[tuple[str, Text | str]]:
         """Yields the rows of the summary."""
         study, balance, account = self.study, self.study.balance, self.study.memory
-        yield "batch", describe_batch(study.layout, study.setup.train.seq_length)
+        yield "batch", describe_batch(study.layout, study.setup.train)
         yield from [row for row in outlook_rows(self.config, self.outlook) if row[0] != "checkpoints"]
         yield from self._dispatcher_rows()
         free = max(account.capacity - account.total, 0)
@@ -130,7 +130,7 @@ class PlanView(Page):
         """Yields the rows of the verbose view."""
         study, communication = self.study, self.study.communication
         plan, mesh, settings = study.plan, study.plan.subject.layout, study.plan.subject.settings
-        yield "batch", describe_batch(study.layout, study.setup.train.seq_length)
+        yield "batch", describe_batch(study.layout, study.setup.train)
         corpus_supply = supply(self.config, study.layout, self.corpus)
         if corpus_supply is not None:
             yield "epochs", corpus_supply.words

@@ -17,9 +17,8 @@ from canzona_cli.cli.views.markup import Html, fact_list, foldable, table_html, 
 from canzona_cli.cli.views.page import note, remarks, section_head
 from canzona_cli.cli.views.run import BreakdownView, RunView
 from canzona_cli.cli.views.tables import Cell, Table
-from canzona_cli.config.overrides import override_text
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.config.settings import leaves
+from canzona_cli.config.settings import leaves, override_text
 from canzona_cli.core.costs.memory import GIB
 from canzona_cli.core.errors import ConfigError
 from canzona_cli.core.phases import Interval

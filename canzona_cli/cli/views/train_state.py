@@ -188,7 +188,8 @@ class TrainState:
 
     @property
     def tokens_seen(self) -> int:
-        return self.step * self.layout.global_batch_size * self.config.train.seq_length
+        train = self.config.train
+        return train.sequences(self.layout.global_batch_size, 1, self.step) * train.seq_length
 
     @property
     def elapsed(self) -> float:

@@ -323,6 +323,8 @@ def optimizer_state(setup: Setup, algorithm: Algorithm, adamw: int, elements: in
     - with fp32 weights, matrices have masters in canzona's engine only (its sc, asc, paper and canzona),
       because no other tensor holds the whole matrix.
 
+    With `train.ema`, each master, or fp32 weight in its place, has an average.
+
     Args:
         adamw: the elements that AdamW updates on the rank.
         elements: the elements of the matrices whose state the rank keeps.
@@ -334,6 +336,7 @@ def optimizer_state(setup: Setup, algorithm: Algorithm, adamw: int, elements: in
         "masters": (FP32 if execution.ours else master) * elements + master * adamw,
         "matrix_state": moment_bytes(algorithm) * elements + factors,
         "adamw_state": 2 * FP32 * adamw,
+        **({"average": FP32 * (elements + adamw)} if setup.train.ema else {}),
     }
 
 
@@ -357,15 +360,17 @@ def factor_bytes(algorithm: Algorithm, rows: int, cols: int) -> int:
 
 
 def checkpoint_bytes(setup: Setup) -> int:
-    """Counts the bytes of a checkpoint's tensors in any layout: one copy of all fp32 masters and state.
+    """Counts the bytes of a checkpoint's tensors in any layout: one copy of all fp32 masters, averages and state.
     Weights are not stored."""
     algorithm, count = algorithm_of(setup), parameter_count(setup.model)
     adamw_bytes = 3 * FP32
+    average_bytes = FP32 * count.total if setup.train.ema else 0
     if setup.execution is Execution.ADAMW:
-        return adamw_bytes * count.total
+        return adamw_bytes * count.total + average_bytes
     factors = setup.model.num_layers * sum(factor_bytes(algorithm, *shape) for shape in matrix_shapes(setup))
     adamw_elements = count.total - count.layer_matrices
-    return (FP32 + moment_bytes(algorithm)) * count.layer_matrices + factors + adamw_bytes * adamw_elements
+    matrix_bytes = (FP32 + moment_bytes(algorithm)) * count.layer_matrices + factors
+    return matrix_bytes + adamw_bytes * adamw_elements + average_bytes
 
 
 def spare_bytes(setup: Setup, algorithm: Algorithm, layout: Layout, limit: int) -> int:

@@ -221,8 +221,8 @@ class Place:
 class PlanMemory(Memory):
     """The bytes on the rank that needs the most, under a plan.
 
-    Its parts are weights, gradients, padding, masters, matrix_state, adamw_state, activations, logits,
-    workspace and exchange. Memory that is never needed at the same time counts only once
+    Its parts are weights, gradients, padding, masters, matrix_state, adamw_state, average, activations,
+    logits, workspace and exchange. Memory that is never needed at the same time counts only once
     (`costs.buffers.Transient.parts`). `exchange` is `buffers.lasting`.
     """
 

@@ -114,6 +114,11 @@ class Layout(Mesh):
         )
 
     @property
+    def batch_multiple(self) -> int:
+        """The number of sequences of which every batch is a multiple."""
+        return batch_multiple(self.pp, self.vpp, self.dp, self.micro_batch_size)
+
+    @property
     def mesh(self) -> Mesh:
         """The mesh of this layout."""
         return Mesh(tp=self.tp, pp=self.pp, vpp=self.vpp, cp=self.cp, dp=self.dp, ep=self.ep)
@@ -140,3 +145,11 @@ class Layout(Mesh):
         omitted, except DP."""
         axes = (("TP", self.tp), ("PP", self.pp), ("CP", self.cp), ("DP", self.dp), ("EP", self.ep))
         return tuple((name, ranks) for name, ranks in axes if ranks > 1 or name == "DP")
+
+
+def batch_multiple(pp: int, vpp: int, dp: int, micro: int) -> int:
+    """Returns the number of sequences of which a global batch must be a multiple.
+
+    Interleaved schedules need micro-batches in groups of `pp`.
+    """
+    return dp * micro * (pp if vpp > 1 else 1)

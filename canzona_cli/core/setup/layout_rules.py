@@ -212,9 +212,7 @@ def _machine_problems(setup: Setup) -> Iterator[Problem]:
 
 def _batch_problems(setup: Setup) -> Iterator[Problem]:
     parallel, train = setup.parallel, setup.train
-    batch, micro = train.global_batch_size, train.micro_batch_size
-    if batch is None:
-        return
+    micro = train.micro_batch_size
     if parallel.tp is not None and parallel.pp is not None and parallel.cp is not None:
         copy_ranks = parallel.tp * parallel.pp * parallel.cp
         dp = setup.gpus // copy_ranks if setup.gpus % copy_ranks == 0 else 1
@@ -223,9 +221,13 @@ def _batch_problems(setup: Setup) -> Iterator[Problem]:
     pp = parallel.pp if (parallel.vpp or 1) > 1 else None
     sizes = {"dp": dp, "micro-batch": micro or 1, "pp (with vpp > 1)": pp or 1}
     divisor = math.prod(sizes.values())
-    if batch % divisor:
-        product = " * ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    product = " * ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    multiple = f"is not a multiple of {product}" + (f" = {divisor}" if " * " in product else "")
+    batch = train.global_batch_size
+    if batch is not None and batch % divisor:
         above = -(-batch // divisor) * divisor
-        reason = f"is not a multiple of {product}" + (f" = {divisor}" if " * " in product else "")
         fix = f"use train.global_batch_size={above}" + (f" or {above - divisor}" if above > divisor else "")
-        yield Problem("train.global_batch_size", reason, fix)
+        yield Problem("train.global_batch_size", multiple, fix)
+    if uneven := [str(size) for size, _ in train.batch_rampup if size % divisor]:
+        reason = f"its batch of {', '.join(uneven)} sequences {multiple}"
+        yield Problem("train.batch_rampup", reason, f"use multiples of {divisor} sequences")

@@ -14,6 +14,7 @@ from canzona_cli.core.fields import (
     Count,
     CountOrZero,
     Epsilon,
+    Example,
     Fp8Recipe,
     Positive,
     Precision,
@@ -143,6 +144,13 @@ class TrainConfig:
         "can divide.",
         CURVE,
     ] = None
+    batch_rampup: Annotated[
+        tuple[tuple[Sequences, Count], ...],
+        "Smaller batches at the beginning of the run, each with the number of steps that have it; then the batch is"
+        " `global_batch_size`. The learning rate follows steps, whatever their batch.",
+        CURVE,
+        Example("[[8,100],[16,100]]"),
+    ] = ()
     micro_batch_size: Annotated[
         Sequences | None, "Sequences in one forward pass on one data-parallel rank; null: chosen.", PLAN
     ] = None
@@ -159,6 +167,13 @@ class TrainConfig:
         CURVE | PLAN,
     ] = "none"
     grad_reduce_dtype: Annotated[Precision, "Precision of gradient sums over DP ranks.", CURVE | PLAN] = "fp32"
+    ema: Annotated[
+        Share,
+        "Decay of an exponential moving average of the weights, in fp32, beside the masters: each step,"
+        " average = ema * average + (1 - ema) * weight. It is validated beside the weights, saved, and exported by"
+        " `canzona checkpoint export --ema`; training does not depend on it. 0: no average.",
+        PLAN,
+    ] = 0.0
     non_finite: Annotated[
         NonFinite,
         "On NaN or infinite gradients: stop all ranks before any weight changes, or skip and count the update.",
@@ -208,6 +223,18 @@ class TrainConfig:
     def gradient_bytes(self) -> int:
         """The number of bytes per element of the gradient buffer."""
         return 4 if self.grad_reduce_dtype == "fp32" else self.weight_bytes
+
+    def sequences(self, batch: int, first: int, last: int) -> int:
+        """Returns the number of sequences in the steps from `first` to `last`.
+
+        Args:
+            batch: the number of sequences in a step after `batch_rampup`.
+        """
+        total = done = 0
+        for size, steps in (*self.batch_rampup, (batch, last)):
+            total += size * max(0, min(last, done + steps) - max(first - 1, done))
+            done += steps
+        return total
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from operator import attrgetter
 
 from canzona_cli.core.errors import ConfigError, Problem, refuse
 from canzona_cli.core.setup import Layout, Recompute, Setup
+from canzona_cli.core.setup.layout import batch_multiple
 from canzona_cli.core.setup.layout_rules import (
     divides_fp8,
     divisors,
@@ -110,7 +111,7 @@ def _layouts(setup: Setup, *, needless_cp: bool = True) -> Iterator[Layout]:
         for micro in micro_batches:
             if both_open and not needless_cp and math.gcd(micro, cp) > 1:
                 continue
-            batch = _global_batch(setup, _batch_multiple(pp, vpp, dp, micro))
+            batch = _global_batch(setup, batch_multiple(pp, vpp, dp, micro))
             if batch is None:
                 continue
             for ep, recompute in product(eps, recomputes):
@@ -140,14 +141,6 @@ def expert_parallel_sizes(setup: Setup, cells: int) -> tuple[int, ...]:
     if not setup.model.num_experts or setup.cluster.device == "cpu":
         return (1,)
     return tuple(ep for ep in divisors(setup.model.num_experts) if cells % ep == 0)
-
-
-def _batch_multiple(pp: int, vpp: int, dp: int, micro: int) -> int:
-    """Returns the number of sequences of which a global batch must be a multiple.
-
-    Interleaved schedules need micro-batches in groups of `pp`.
-    """
-    return dp * micro * (pp if vpp > 1 else 1)
 
 
 def _meshes(setup: Setup) -> Iterator[tuple[int, int, int, int, int]]:
@@ -185,6 +178,8 @@ def _global_batch(setup: Setup, step: int) -> int | None:
     """Returns the number of sequences in an optimizer step, which is a multiple of `step`; None if no
     multiple matches the settings."""
     train = setup.train
+    if any(size % step for size, _ in train.batch_rampup):
+        return None
     if train.global_batch_size is not None:
         return train.global_batch_size if train.global_batch_size % step == 0 else None
     target = train.batch_tokens / train.seq_length
@@ -197,10 +192,14 @@ def _no_batch(setup: Setup) -> Problem:
     divides the batch. All other problems have been reported earlier (`layout_problems`)."""
     train = setup.train
     micro = train.micro_batch_size or 1
-    steps = sorted({_batch_multiple(pp, vpp, dp, micro) for _, pp, vpp, _, dp in _meshes(setup)})
+    steps = sorted({batch_multiple(pp, vpp, dp, micro) for _, pp, vpp, _, dp in _meshes(setup)})
     if not steps:
         reason = "no combination of parallel sizes that the model and the other settings allow divides this number"
         return problem_with(setup, "gpus", reason, "leave parallel.* null, or use another number of GPUs")
+    for size, _ in train.batch_rampup:
+        if all(size % step for step in steps):
+            reason = f"{size} is not a multiple of dp * micro-batch for any layout on {setup.gpus} GPUs"
+            return problem_with(setup, "train.batch_rampup", reason, f"use multiples of {steps[0]}, or fewer GPUs")
     if train.global_batch_size is not None:
         above = min(-(-train.global_batch_size // step) * step for step in steps)
         reason = f"is not a multiple of dp * micro-batch for any layout on {setup.gpus} GPUs (smallest: {steps[0]})"

@@ -93,6 +93,14 @@ def test_what_came_in_goes_out_bit_by_bit(tmp_path: Path, dtype: str, tied: bool
     assert [file.blake3 for file in first.values()] == [file.blake3 for file in second.values()]
 
 
+def test_an_average_that_was_not_saved_is_not_exported(run: Path, tmp_path: Path) -> None:
+    said = canzona("checkpoint", "export", run, tmp_path / "out", "--ema", code=2).stderr
+    assert "step 0 was saved without an average of the weights" in words(said)
+    assert not (tmp_path / "out").exists()
+    said = canzona("checkpoint", "export", run, tmp_path / "out", "--ema", "--to", "megatron", code=2).stderr
+    assert "--ema" in said
+
+
 @pytest.mark.sweep
 def test_the_rows_of_a_padded_vocabulary_are_copies_of_the_last(tmp_path: Path) -> None:
     """Megatron's own converter fills them alike; with a vocabulary of its own size a folder fits as well."""
