@@ -72,7 +72,7 @@ def slurm(
     the machine that failed.
     """
     from canzona_cli.core.planner.plan_file import obtain_plan
-    from canzona_cli.launch.containers import container_problems
+    from canzona_cli.launch.preflight import container_problems
     from canzona_cli.launch.slurm_job import JobOptions, needed
 
     options = JobOptions(
