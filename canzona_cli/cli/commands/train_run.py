@@ -457,7 +457,7 @@ def _card_rows(run: RunDirectory, config: RunConfig) -> Iterator[str]:
     card = card_of(config)
     verdict = None if card is None else judge(card, load_summary(run.path), read_corpus(run.files))
     if verdict is not None:
-        yield f"card: {verdict.words}"
+        yield f"card: {verdict}"
 
 
 def _next_rows(run: RunDirectory, config: RunConfig) -> Iterator[str]:
