@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Prints published step times with their predictions, as Markdown.
 
-    python scripts/published.py [--rows FILE] [--html FILE] [--json FILE] [--quick] [--gpu-check FILE ...]
+    python scripts/published.py [--rows FILE] [--html FILE] [--quick] [--gpu-check FILE ...]
 
 An error is predicted / measured - 1; the error of a layout is the mean over its numbers of GPUs. Summaries keep rows to
 which a number was fitted apart from all others. Exits 1 if a goal is missed, or if two layouts of a model are predicted
@@ -14,7 +14,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rows", type=Path, default=ROWS, help="a file of rows like scripts/published.yaml")
     parser.add_argument("--html", type=Path, help="also write a page with the scatter plot")
-    parser.add_argument("--json", type=Path, help="also write the figures")
     parser.add_argument("--quick", action="store_true", help="skip the fit to the series that are marked as fitted")
     parser.add_argument(
         "--gpu-check", type=Path, nargs="+", default=[], help="also print files of `canzona doctor --gpu-check`"
@@ -82,8 +81,6 @@ def main() -> int:
     if arguments.html:
         arguments.html.write_text(published_page(compared, optimizer, figures).text(), encoding="utf-8")
         print(f"\nPage: {arguments.html}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(as_json(compared, optimizer, figures), indent=2) + "\n", encoding="utf-8")
     missed = [name for name, goal in GOALS.items() if figures.get(name, 0.0) > goal]
     counted = [layout for layout in compared if layout.series.why_not_counted is None]
     wrong = [f"{a.series.name} and {b.series.name}" for a, b, right in compare_orders(counted) if not right]
@@ -247,6 +244,14 @@ def tables(
         yield f"Published without what a prediction needs: {claim.name} {claim.figure} ({claim.source})"
 
 
+UPDATE_HEADS = ("what", "GPU", "matrices", "measured ms", "predicted ms", "error")
+
+
+def update_cells(row: PricedRow) -> tuple[str, ...]:
+    """Returns the cells of a kernel or step of a matrix optimizer, for `UPDATE_HEADS`."""
+    return row.name, row.gpu, row.what, f"{row.measured_ms:.4g}", f"{row.predicted_ms:.4g}", f"{row.error:+.1%}"
+
+
 def _mark(fitted: bool, why_not_counted: str | None) -> str:
     if why_not_counted is not None:
         return "*"
@@ -266,13 +271,10 @@ def _summary(layouts: Sequence[PredictedSeries]) -> str:
 
 def optimizer_tables(rows: Sequence[PricedRow]) -> Iterator[str]:
     """Yields the tables of kernels and steps of matrix optimizers, and their summaries."""
-    yield "| what | GPU | matrices | measured ms | predicted ms | error | |"
-    yield "| --- " * 7 + "|"
+    yield f"| {' | '.join(UPDATE_HEADS)} | |"
+    yield "| --- " * (len(UPDATE_HEADS) + 1) + "|"
     for row in rows:
-        yield (
-            f"| {row.name} | {row.gpu} | {row.what} | {row.measured_ms:.4g} | {row.predicted_ms:.4g} "
-            f"| {row.error:+.1%} | {_mark(row.fitted, row.why_not_counted)} |"
-        )
+        yield f"| {' | '.join(update_cells(row))} | {_mark(row.fitted, row.why_not_counted)} |"
     yield ""
     counted, fitted = [row for row in rows if row.counted], [row for row in rows if row.fitted]
     for words, chosen in (("to which nothing was fitted", counted), ("fitted", fitted)):
@@ -303,27 +305,6 @@ def measured_here(check: Mapping[str, Any]) -> Iterator[str]:
         yield f"| {row['what'].strip()} | {simulated:.4g} {unit} | {measured:.4g} {unit} | {error} |"
 
 
-def as_json(
-    compared: Sequence[PredictedSeries], optimizer: Sequence[PricedRow], figures: dict[str, float]
-) -> dict[str, object]:
-    return {
-        "figures": figures,
-        "series": [
-            {
-                "name": layout.series.name,
-                "layout": layout.series.layout,
-                "counted": layout.series.why_not_counted is None,
-                "fitted": layout.series.fitted,
-                "source": layout.series.source,
-                "error": layout.error,
-                "rows": [asdict(row) for row in layout.rows],
-            }
-            for layout in compared
-        ],
-        "optimizer": [{**asdict(row), "error": row.error} for row in optimizer],
-    }
-
-
 def published_page(
     compared: Sequence[PredictedSeries], optimizer: Sequence[PricedRow], figures: Mapping[str, float]
 ) -> Document:
@@ -344,23 +325,12 @@ def published_page(
                 f"{row.measured_s:.4g}",
                 f"{row.predicted_s:.4g}",
                 f"{row.error:+.1%}",
-                series.why_not_counted or ("fitted" if series.fitted else ""),
+                series.why_not_counted or _mark(series.fitted, None),
                 f"{series.source}, {series.date}",
             )
-    updates = Table(
-        "what", "GPU", "matrices", "measured ms", "predicted ms", "error", "fitted, or not counted", "source"
-    )
+    updates = Table(*UPDATE_HEADS, "fitted, or not counted", "source")
     for priced in optimizer:
-        updates.add_row(
-            priced.name,
-            priced.gpu,
-            priced.what,
-            f"{priced.measured_ms:.4g}",
-            f"{priced.predicted_ms:.4g}",
-            f"{priced.error:+.1%}",
-            priced.why_not_counted or ("fitted" if priced.fitted else ""),
-            priced.source,
-        )
+        updates.add_row(*update_cells(priced), priced.why_not_counted or _mark(priced.fitted, None), priced.source)
     return Document(
         kind="make published",
         title="Published step times",

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.overrides import key_of
-from canzona_cli.config.resolve import RememberedLayouts, resolve
+from canzona_cli.config.resolve import resolve
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import ConfigError, DoesNotFit, Problem, refuse
 from canzona_cli.core.phases import STRATEGIES
@@ -245,9 +245,9 @@ def _cell(config: RunConfig, gpus: int) -> SimulatedCell:
         study = study_run(resolved.setup, layout)
     except DoesNotFit as error:
         return _impossible(config.name, gpus, error)
-    yardsticks: dict[str, LayoutResult | None] = {}
-    for name in YARDSTICKS:
-        yardsticks[name] = fastest_with(config.setup, name, study.layout, RememberedLayouts.of(config))
+    yardsticks: dict[str, LayoutResult | None] = {
+        name: fastest_with(config.setup, name, study.layout) for name in YARDSTICKS
+    }
     return SimulatedCell(recipe=config.name, gpus=gpus, study=study, yardsticks=yardsticks)
 
 

@@ -75,8 +75,7 @@ class DataConfig:
     ] = 0.02
     cache_dir: Annotated[
         str | None,
-        "Folder for prepared corpora, sample indices and layouts found by search; null: $CANZONA_CACHE, else"
-        " ~/.cache/canzona.",
+        "Folder for prepared corpora and sample indices; null: $CANZONA_CACHE, else ~/.cache/canzona.",
         NOTHING,
     ] = None
 

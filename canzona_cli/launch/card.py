@@ -72,21 +72,11 @@ def card_of(config: RunConfig) -> Card | None:
     return None if curve_differences(recorded, config) else card
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """The comparison of a run with the card of its recipe."""
-
-    good: bool
-    """True if the losses differ by at most the card's tolerance."""
-    words: str
-    """The comparison as a line of text."""
-
-
-def judge(card: Card, run: RunSummary, corpus: PreparedCorpus | None) -> Verdict | None:
+def judge(card: Card, run: RunSummary, corpus: PreparedCorpus | None) -> str | None:
     """Compares a run with the card at the last step for which both have a loss, preferably a validation loss.
 
     Returns:
-        The verdict; None if the card has no loss at any step of the run.
+        The comparison as a line of text; None if the card has no loss at any step of the run.
     """
     recorded: dict[Kind, Mapping[int, float]] = {"validation": card.validation, "loss": card.loss}
     measured = {"validation": run.validations, "loss": run.losses}
@@ -95,11 +85,10 @@ def judge(card: Card, run: RunSummary, corpus: PreparedCorpus | None) -> Verdict
         if not pairs:
             continue
         step, loss, expected = max(pairs)
-        good = abs(loss - expected) <= card.tolerance
         words = f"{kind} {number(loss, '.4f')} at step {step:,}, card {number(expected, '.4f')} ± {card.tolerance:g}"
-        if not good:
+        if not abs(loss - expected) <= card.tolerance:
             words += ": outside the tolerance of the card"
         if corpus is not None and corpus.prefix.name != card.corpus:
             words += f"; the run was trained on {corpus.prefix.name}, the card's run on {card.corpus}"
-        return Verdict(good=good, words=words)
+        return words
     return None

@@ -1,9 +1,15 @@
-"""Restarts a failed run within the same launch, and builds the command that resumes a run.
+"""Restarts a failed run within the same launch, asks a Slurm job to requeue, and builds the command that resumes
+a run.
 
 A launch restarts a run after a wait, at most `run.restarts` times. On one machine, `canzona resume` only
 needs the run's directory; in a Slurm job and on several machines, the command repeats what was typed.
+
+The script of a Slurm job (`scripts/train.sbatch`) gives each start of the job a file, named by `NOTES`. The
+launchers write the name of the machine that may have caused a failure into it, and the script requeues the job
+without this machine. The script counts the files, because Slurm's own count of restarts includes preemptions.
 """
 
+import json
 import os
 import re
 import shlex
@@ -12,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Final
 
 from canzona_cli.checkpoint.manifest import step_of
 from canzona_cli.checkpoint.store import CheckpointStore
@@ -19,6 +26,7 @@ from canzona_cli.config.overrides import text_value
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import ExitCode
 from canzona_cli.core.host import tool_output
+from canzona_cli.core.writing import write_text_atomic
 from canzona_cli.launch.outcome import Outcome
 from canzona_cli.launch.slurm import current_step
 from canzona_cli.launch.stop import Requests, stop_outcome
@@ -32,6 +40,7 @@ LONGEST_WAIT_S = 600.0
 """The longest wait before a restart, in seconds: long enough for a machine or a file server to come back. A
 longer wait would only keep the GPUs from other jobs."""
 _POLL_S = 0.2
+NOTES: Final = "CANZONA_FAILURE"
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
@@ -208,3 +217,24 @@ def _program_and_options(config: RunConfig, environment: Mapping[str, str]) -> I
                 yield f"--{name}={value}"
     else:
         yield from ("srun", f"--nodes={node_count(config)}", "--ntasks-per-node=1", "canzona", "train")
+
+
+def note_failure(outcome: Outcome, environment: Mapping[str, str] = os.environ) -> str:
+    """Asks the job's script to requeue the job. Does nothing outside of such a job, or if no machine can have caused
+    the outcome. Every machine of the run calls this, because any of them may be the one that is gone.
+
+    Returns:
+        The reason why the job is not requeued, if an earlier start failed in the same way; otherwise empty.
+    """
+    if NOTES not in environment or not may_be_the_machine(outcome):
+        return ""
+    file, failure = Path(environment[NOTES]), json.dumps(signature(outcome))
+    with suppress(OSError):  # a full disk: the job ends, as it would without the file
+        earlier = [path for path in file.parent.glob(f"{file.name.rpartition('-')[0]}-*") if path != file]
+        if any(failure in path.read_text(encoding="utf-8").splitlines() for path in earlier):
+            return f"this job already failed this way at step {outcome.step:,}, and is not requeued"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # The cause of a lost connection may be on another machine.
+        machine = None if outcome.secondary else outcome.machine
+        write_text_atomic(file, f"{machine or ''}\n{failure}\n")
+    return ""

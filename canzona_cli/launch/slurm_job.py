@@ -134,7 +134,7 @@ class SubmittedJob:
 
 def needed(config: RunConfig) -> str:
     """Returns what the job script reads: the number of nodes, of GPUs on each node (0 for CPU ranks), and the folder
-    for notes of failures (`canzona_cli.launch.requeue`), which every machine and container of the run sees."""
+    for notes of failures (`canzona_cli.launch.restarts`), which every machine and container of the run sees."""
     gpus = ranks_per_node(config) if config.cluster.device == "cuda" else 0
     folder = Path(config.run.dir or f"{config.run.root}/slurm").absolute()
     return f"{node_count(config)} {gpus} {folder}"

@@ -10,10 +10,8 @@ import yaml
 from canzona_cli.config.compose import compose_run
 from canzona_cli.core.costs.machine import install_fused_layers
 from canzona_cli.core.planner.plan_file import read_plan
-from gpu_parts.losses import Distance, compare_curves, fp8_distance
 from gpu_parts.outcome import Comparison, Outcome, Setup, Status
-from gpu_parts.runs import Run, finish, on_device, run, start, train
-from gpu_parts.traces import read_steps
+from gpu_parts.runs import Distance, Run, compare_curves, finish, fp8_distance, on_device, read_steps, run, start, train
 
 PROFILED: Final = 7
 HOST_WAITS: Final = 1

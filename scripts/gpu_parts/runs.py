@@ -1,19 +1,48 @@
-"""Runs `canzona` commands as processes and reads their run directories."""
+"""Runs `canzona` commands as processes, and reads what runs leave: losses, compared with those of another run, and
+traces of torch's profiler.
+
+A bf16 run differs from the same run in fp32 by its rounding errors. The CPU runs the steps in both precisions, which
+gives the size of these errors. A GPU rounds as often as the CPU but in other places, so its run has about the same
+distance from the fp32 run in another direction: the two bf16 runs differ by at most twice this distance. Because twenty
+steps are a small sample, another factor of two is allowed. A relative difference below half a unit in the last place of
+bf16 is always accepted, because logits are rounded to bf16.
+
+Of a trace, only events from the first to the last phase of the breakdown count; phases are user annotations in it. The
+host also waits for the GPU when the profiler starts and stops, which is not part of a step.
+"""
 
 import json
+import math
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from canzona_cli.records.breakdown import Breakdown, load_breakdown
 from canzona_cli.records.codec import read_lines
 from canzona_cli.records.files import RunFiles
 from canzona_cli.records.records import StepMetrics
-from gpu_parts.losses import Curve
 from gpu_parts.outcome import Setup
-from gpu_parts.traces import Event
+
+FACTOR: Final = 4.0
+FP8_APART: Final = 0.03
+"""The largest accepted relative distance of a loss with FP8 matmuls from that with bf16 ones, which a tensor scaled
+wrongly exceeds. In published training both agree within a run's noise (Micikevicius et al. 2022, arXiv 2209.05433)."""
+HALF_UNIT: Final = 2.0**-9
+"""Half a unit in the last place, relative to the value: bf16 has eight bits of significand."""
+
+Curve = Mapping[int, float]
+"""The loss or the gradient norm, by step."""
+Event = Mapping[str, object]
+Span = tuple[float, float]
+
+WAITS: Final = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cuStreamSynchronize")
+"""The calls in which the host waits for the GPU; `item` and copies to pageable memory use the first."""
+COLLECTIVES: Final = ("AllReduce", "ReduceScatter", "AllGather", "SendRecv", "Broadcast", "Reduce")
+"""The collectives as they appear in the names of NCCL's kernels; the first one that a name contains counts."""
 
 
 class Failed(Exception):
@@ -116,3 +145,97 @@ def on_device(setup: Setup, *, gpus: int = 1, fused: bool = False) -> tuple[str,
         return (f"gpus={gpus}", "train.micro_batch_size=1")
     memory = (f"cluster.memory_gib={setup.memory_gib:.1f}",) if setup.memory_gib else ()
     return (f"gpus={gpus}", f"cluster={setup.profile}", f"cluster.transformer_engine={str(fused).lower()}", *memory)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distance:
+    """The largest distance between two curves, and the largest accepted distance."""
+
+    distance: float
+    bound: float
+
+    @property
+    def holds(self) -> bool:
+        return self.distance <= self.bound
+
+    def __str__(self) -> str:
+        return f"{self.distance:.2g} apart (limit {self.bound:.2g})"
+
+
+def compare_curves(checked: Curve, expected: Curve, exact: Curve, *, steps: int | None = None) -> Distance:
+    """Compares two bf16 curves over the steps that `checked` has.
+
+    Args:
+        checked: the curve of the device.
+        expected: the curve of the CPU in bf16.
+        exact: the curve of the CPU in fp32.
+        steps: the number of steps to compare, from the first; None for all.
+    """
+    compared = sorted(checked)[:steps]
+    rounding = max(abs(expected[step] - exact[step]) for step in compared)
+    least = HALF_UNIT * max(abs(expected[step]) for step in compared)
+    distances = [abs(checked[step] - expected[step]) for step in compared]
+    finite = all(map(math.isfinite, distances))  # max() may skip a NaN
+    return Distance(distance=max(distances) if finite else math.inf, bound=max(FACTOR * rounding, least))
+
+
+def fp8_distance(checked: Curve, bf16: Curve) -> Distance:
+    """Compares the losses of a run with FP8 matmuls with those of a bf16 run of the same steps."""
+    relative = [abs(checked[step] / bf16[step] - 1) for step in sorted(checked)]
+    return Distance(distance=max(relative) if all(map(math.isfinite, relative)) else math.inf, bound=FP8_APART)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTrace:
+    """The counts and times of a trace, added up over its steps."""
+
+    kernels: int
+    """The number of kernels on the GPU, including NCCL's."""
+    waits: Mapping[str, int]
+    """The number of the host's waits, by call."""
+    collectives: Mapping[str, int]
+    """The number of NCCL's kernels, by collective."""
+    collective_s: float
+    """The seconds in which an NCCL kernel runs."""
+    hidden: float | None
+    """The share of `collective_s` in which another kernel runs as well; None without NCCL kernels."""
+
+
+def read_steps(events: Sequence[Event]) -> StepTrace:
+    """Summarises the trace of one or more steps; all counts are 0 without a GPU."""
+    phases = [_span(event) for event in events if event.get("cat") == "user_annotation"]
+    start_us, end_us = min((begin for begin, _ in phases), default=0.0), max((end for _, end in phases), default=0.0)
+    inside = [event for event in events if event.get("ph") == "X" and start_us <= _span(event)[0] <= end_us]
+    kernels = [(str(event["name"]), _span(event)) for event in inside if event.get("cat") == "kernel"]
+    nccl = [(name, span) for name, span in kernels if "nccl" in name.lower()]
+    communicating_us = _length(span for _, span in nccl)
+    computing_us = _length(span for name, span in kernels if "nccl" not in name.lower())
+    hidden_us = communicating_us + computing_us - _length(span for _, span in kernels)
+    return StepTrace(
+        kernels=len(kernels),
+        waits=Counter(str(event["name"]) for event in inside if event["name"] in WAITS),
+        collectives=Counter(_kind(name) for name, _ in nccl),
+        collective_s=communicating_us * 1e-6,
+        hidden=hidden_us / communicating_us if nccl else None,
+    )
+
+
+def _kind(kernel: str) -> str:
+    return next((kind for kind in COLLECTIVES if kind in kernel), "other")
+
+
+def _span(event: Event) -> Span:
+    """Returns the start and the end of an event, in microseconds."""
+    begin, lasted = event.get("ts", 0.0), event.get("dur", 0.0)
+    assert isinstance(begin, int | float)
+    assert isinstance(lasted, int | float)
+    return begin, begin + lasted
+
+
+def _length(spans: Iterable[Span]) -> float:
+    """Returns the length of the union of spans."""
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total

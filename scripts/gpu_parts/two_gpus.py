@@ -11,11 +11,9 @@ from typing import get_args
 
 from canzona_cli.core.planner.plan_file import read_plan
 from canzona_cli.core.setup import Mode
-from gpu_parts.losses import compare_curves
 from gpu_parts.one_gpu import DOUBTED, against_cpu, continued, profiled
 from gpu_parts.outcome import Outcome, Setup, Status
-from gpu_parts.runs import Run, on_device, run, train
-from gpu_parts.traces import StepTrace, read_steps
+from gpu_parts.runs import Run, StepTrace, compare_curves, on_device, read_steps, run, train
 
 UNGROUPED = 1.5
 """The number of NCCL kernels per bucket and direction above which collectives are not grouped."""

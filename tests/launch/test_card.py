@@ -90,10 +90,9 @@ def test_a_run_is_as_good_as_its_card_within_the_tolerance(tmp_path: Path, loss:
     folder, corpus = run_of(tmp_path / "run", validation=loss, loss=9.0, corpus="stdlib-3.12")
     verdict = judge(CARD, load_summary(folder), corpus)
     assert verdict is not None
-    assert verdict.good == good
-    assert f"validation {loss:.4f} at step 120, card 1.9000 ± 0.02" in verdict.words
-    assert ("outside the tolerance" in verdict.words) == (not good)
-    assert "trained on" not in verdict.words
+    assert f"validation {loss:.4f} at step 120, card 1.9000 ± 0.02" in verdict
+    assert ("outside the tolerance" in verdict) == (not good)
+    assert "trained on" not in verdict
 
 
 def test_other_text_is_named_and_training_losses_serve_without_a_validation(tmp_path: Path) -> None:
@@ -101,7 +100,7 @@ def test_other_text_is_named_and_training_losses_serve_without_a_validation(tmp_
     (folder / "validation.jsonl").unlink()
     verdict = judge(CARD, load_summary(folder), corpus)
     assert verdict is not None
-    assert verdict.words == (
+    assert verdict == (
         "loss 3.0100 at step 20, card 3.0000 ± 0.02; the run was trained on stdlib-3.13, the card's run on stdlib-3.12"
     )
     assert judge(replace(CARD, loss={}), load_summary(folder), corpus) is None

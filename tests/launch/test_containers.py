@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.launch.containers import container_problems
+from canzona_cli.launch.preflight import container_problems
 from tests.cli.commands.support import canzona
 from tests.faults.support import run_config
 

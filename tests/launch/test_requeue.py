@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.launch.outcome import Outcome
-from canzona_cli.launch.requeue import VARIABLE, note_failure
+from canzona_cli.launch.restarts import NOTES, note_failure
 
 CRASH = Outcome(status="failed", exit_code=70, step=7, message="rank 1 died at 0x7f01", machine="n2")
 
 
 def note(outcome: Outcome, path: Path) -> str:
     """Returns the machine in the note for an outcome."""
-    assert note_failure(outcome, {VARIABLE: str(path)}) == ""
+    assert note_failure(outcome, {NOTES: str(path)}) == ""
     return path.read_text(encoding="utf-8").splitlines()[0]
 
 
@@ -39,7 +39,7 @@ def test_a_failure_of_a_machine_is_noted_with_its_name_where_it_is_certain(
 def test_other_endings_are_not_noted(tmp_path: Path, status: str, exit_code: int) -> None:
     path = tmp_path / "failed-7-0"
     outcome = replace(CRASH, status=status, exit_code=exit_code)  # type: ignore[arg-type]
-    assert note_failure(outcome, {VARIABLE: str(path)}) == ""
+    assert note_failure(outcome, {NOTES: str(path)}) == ""
     assert note_failure(CRASH, {}) == "", "outside of a job"
     assert list(tmp_path.iterdir()) == []
 
@@ -49,7 +49,7 @@ def test_a_failure_that_repeats_on_another_machine_is_not_noted_again(tmp_path: 
     note(CRASH, first)
     note(CRASH, tmp_path / "failed-71-0")
     again = replace(CRASH, machine="n3", message="rank 0 died at 0x55ff")
-    said = note_failure(again, {VARIABLE: str(second)})
+    said = note_failure(again, {NOTES: str(second)})
     assert said == "this job already failed this way at step 7, and is not requeued"
     assert not second.exists()
     assert note(replace(again, step=8), third) == "n3", "it got further"

@@ -14,10 +14,8 @@ import torch
 from gpu_check import PARTS, Part, check, part_called
 from gpu_parts import one_gpu, two_gpus
 from gpu_parts.alone import lone_team
-from gpu_parts.losses import compare_curves
 from gpu_parts.outcome import Outcome, Setup
-from gpu_parts.runs import on_device
-from gpu_parts.traces import Event, read_steps
+from gpu_parts.runs import Event, compare_curves, on_device, read_steps
 from gpu_parts.updates import Update
 from published import NOTHING_COMPARED, measured_here
 

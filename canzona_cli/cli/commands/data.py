@@ -83,9 +83,7 @@ def prepare(
 ) -> None:
     """Tokenise text for `canzona train data=prepared data.path=PREFIX`.
 
-    An existing PREFIX is replaced only when the new one is complete. If the inputs are many
-    files, the same command continues after a failure or a kill: progress is recorded between files, at least
-    16 MiB apart. It writes exactly the same bytes as an uninterrupted run.
+    An existing PREFIX is replaced only when the new one is complete.
     """
     import signal
 

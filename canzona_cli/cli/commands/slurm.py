@@ -18,50 +18,39 @@ if TYPE_CHECKING:
     from canzona_cli.launch.slurm_job import JobOptions, SubmittedJob
 
 
-Overrides = Annotated[list[str] | None, key_values("recipe=qwen3-32b gpus=256 ..., as for `canzona train`.")]
-Submit = Annotated[bool, Option("--submit", help="Submit the job instead of printing it.")]
-Time = Annotated[str | None, Option(metavar="TIME", help="Time limit: minutes, H:MM:SS or D-HH:MM:SS.")]
-Partition = Annotated[str | None, Option(metavar="NAME", help="Partition to run in.")]
-Account = Annotated[str | None, Option(metavar="NAME", help="Account to charge.")]
-Qos = Annotated[str | None, Option(metavar="NAME", help="Quality of service.")]
-Nodes = Annotated[int | None, Option(min=1, help="Number of nodes (cluster.nodes). [default: as few as possible]")]
-Array = Annotated[str | None, Option(metavar="TASKS", help="With --sweep: only these tasks, for example 0-3 or 0-7%2.")]
-Sweep = Annotated[
-    bool, Option("--sweep", help="Use a job array with a task for each combination of values: train.seed=1,2.")
-]
-JobName = Annotated[str | None, Option(metavar="NAME", help="Name of the job. [default: the recipe's]")]
-CpusPerTask = Annotated[
-    int | None, Option(metavar="N", help="Share nodes: request N cores on each instead of exclusive nodes.")
-]
-Requeues = Annotated[
-    int, Option(metavar="N", help="How many times the job may be requeued, at most 3 of them after failures.")
-]
-SignalBefore = Annotated[int, Option(metavar="S", help="Save and requeue this many seconds before the time limit.")]
-Sbatch = Annotated[
-    list[str] | None,
-    Option(metavar="OPTION", help="An additional sbatch option: '--constraint=h100'; may be repeated."),
-]
-Needs = Annotated[
-    bool, Option("--needs", help="Only print the nodes, the GPUs per node, and the folder for notes of failures.")
-]
-
-
 def slurm(
-    overrides: Overrides = None,
-    submit: Submit = False,
-    time: Time = None,
-    partition: Partition = None,
-    account: Account = None,
-    qos: Qos = None,
-    nodes: Nodes = None,
-    array: Array = None,
-    sweep: Sweep = False,
-    job_name: JobName = None,
-    cpus_per_task: CpusPerTask = None,
-    requeues: Requeues = 20,
-    signal_before: SignalBefore = 180,
-    sbatch: Sbatch = None,
-    needs: Needs = False,
+    overrides: Annotated[list[str] | None, key_values("recipe=qwen3-32b gpus=256 ..., as for `canzona train`.")] = None,
+    submit: Annotated[bool, Option("--submit", help="Submit the job instead of printing it.")] = False,
+    time: Annotated[str | None, Option(metavar="TIME", help="Time limit: minutes, H:MM:SS or D-HH:MM:SS.")] = None,
+    partition: Annotated[str | None, Option(metavar="NAME", help="Partition to run in.")] = None,
+    account: Annotated[str | None, Option(metavar="NAME", help="Account to charge.")] = None,
+    qos: Annotated[str | None, Option(metavar="NAME", help="Quality of service.")] = None,
+    nodes: Annotated[
+        int | None, Option(min=1, help="Number of nodes (cluster.nodes). [default: as few as possible]")
+    ] = None,
+    array: Annotated[
+        str | None, Option(metavar="TASKS", help="With --sweep: only these tasks, for example 0-3 or 0-7%2.")
+    ] = None,
+    sweep: Annotated[
+        bool, Option("--sweep", help="Use a job array with a task for each combination of values: train.seed=1,2.")
+    ] = False,
+    job_name: Annotated[str | None, Option(metavar="NAME", help="Name of the job. [default: the recipe's]")] = None,
+    cpus_per_task: Annotated[
+        int | None, Option(metavar="N", help="Share nodes: request N cores on each instead of exclusive nodes.")
+    ] = None,
+    requeues: Annotated[
+        int, Option(metavar="N", help="How many times the job may be requeued, at most 3 of them after failures.")
+    ] = 20,
+    signal_before: Annotated[
+        int, Option(metavar="S", help="Save and requeue this many seconds before the time limit.")
+    ] = 180,
+    sbatch: Annotated[
+        list[str] | None,
+        Option(metavar="OPTION", help="An additional sbatch option: '--constraint=h100'; may be repeated."),
+    ] = None,
+    needs: Annotated[
+        bool, Option("--needs", help="Only print the nodes, the GPUs per node, and the folder for notes of failures.")
+    ] = False,
     as_json: AsJson = False,
     recipes_dir: RecipesDirs = None,
 ) -> None:
@@ -72,7 +61,7 @@ def slurm(
     the machine that failed.
     """
     from canzona_cli.core.planner.plan_file import obtain_plan
-    from canzona_cli.launch.containers import container_problems
+    from canzona_cli.launch.preflight import container_problems
     from canzona_cli.launch.slurm_job import JobOptions, needed
 
     options = JobOptions(
@@ -88,7 +77,7 @@ def slurm(
         signal_before=signal_before,
     )
     arguments = [*(overrides or []), *([f"cluster.nodes={nodes}"] if nodes else [])]
-    config, layout, options = _resolve(arguments, options, recipes_dir or [], sweep=sweep)
+    config, layout, options = (_resolve_sweep if sweep else _resolve)(arguments, options, recipes_dir or [])
     if needs:
         typer.echo(needed(config))
         return
@@ -101,18 +90,27 @@ def slurm(
 
 
 def _resolve(
-    arguments: list[str], options: "JobOptions", recipes_dirs: list[Path], *, sweep: bool
+    arguments: list[str], options: "JobOptions", recipes_dirs: list[Path]
 ) -> tuple["RunConfig", "Layout", "JobOptions"]:
-    """Resolves the run, or all runs of a sweep, and checks the job's options; returns the first run."""
-    from canzona_cli.config.resolve import resolve
+    """Composes and resolves the run, and checks it and the job's options; returns the options with the recipe's.
 
-    if sweep:
-        return _resolve_sweep(arguments, options, recipes_dirs)
+    Raises:
+        CanzonaError: the run or the options have mistakes; all are reported at once.
+    """
+    from canzona_cli.checkpoint.huggingface.folder import compose_with_weights
+    from canzona_cli.config.resolve import resolve
+    from canzona_cli.launch.slurm_job import option_problems
+
     if options.array is not None:
         reason = "all tasks would train the same run"
         fix = "add --sweep and the values that differ: train.seed=1,2,3,4 --sweep"
         raise ConfigError(Problem(key="--array", value=options.array, reason=reason, fix=fix))
-    config, layout = resolve(_compose_with_options(arguments, options, recipes_dirs))
+    problems = [*option_problems(options)]
+    with collect_problems(problems):
+        composed = compose_with_weights(arguments, recipes_dirs)
+    refuse(problems)
+    warn_about(composed)
+    config, layout = resolve(composed.config)
     return config, layout, _beside_recipe(config, options)
 
 
@@ -191,23 +189,6 @@ def _resolve_sweep(
         problems.append(Problem(key="--sweep", value=sizes, reason=reason, fix=fix))
     refuse(problems)
     return runs[0].config, runs[0].layout, options
-
-
-def _compose_with_options(arguments: list[str], options: "JobOptions", recipes_dirs: list[Path]) -> "RunConfig":
-    """Composes the run, and checks the run and the job's options.
-
-    Raises:
-        ConfigError: the run or the options have mistakes; all are reported at once.
-    """
-    from canzona_cli.checkpoint.huggingface.folder import compose_with_weights
-    from canzona_cli.launch.slurm_job import option_problems
-
-    problems = [*option_problems(options)]
-    with collect_problems(problems):
-        composed = compose_with_weights(arguments, recipes_dirs)
-    refuse(problems)
-    warn_about(composed)
-    return composed.config
 
 
 def _beside_recipe(config: "RunConfig", options: "JobOptions") -> "JobOptions":

@@ -36,14 +36,12 @@ from canzona_cli.core.simulate.fast_paths import fast_paths
 from canzona_cli.core.simulate.prediction import Prediction
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.launch import preflight, torchrun
-from canzona_cli.launch.alert import alert
 from canzona_cli.launch.card import card_of, judge
-from canzona_cli.launch.containers import container_problems
 from canzona_cli.launch.machines import Machines
 from canzona_cli.launch.outcome import Outcome, failed_outcome
-from canzona_cli.launch.processes import run_trackers
-from canzona_cli.launch.requeue import note_failure
-from canzona_cli.launch.restarts import Restarts, resume_command, resume_hint, run_with_restarts
+from canzona_cli.launch.preflight import container_problems
+from canzona_cli.launch.processes import alert, run_trackers
+from canzona_cli.launch.restarts import Restarts, note_failure, resume_command, resume_hint, run_with_restarts
 from canzona_cli.launch.resume import Resumption, choose_resumption
 from canzona_cli.launch.resumed_data import check_tokenizer, data_changes
 from canzona_cli.launch.run_dir import RunDirectory, check_free, predict_here
@@ -459,7 +457,7 @@ def _card_rows(run: RunDirectory, config: RunConfig) -> Iterator[str]:
     card = card_of(config)
     verdict = None if card is None else judge(card, load_summary(run.path), read_corpus(run.files))
     if verdict is not None:
-        yield f"card: {verdict.words}"
+        yield f"card: {verdict}"
 
 
 def _next_rows(run: RunDirectory, config: RunConfig) -> Iterator[str]:

@@ -16,7 +16,7 @@ from canzona_cli.cli.views.page import Page, Screen, note, paragraph, section_he
 from canzona_cli.cli.views.tables import Table, rows_table
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.overrides import key_of
-from canzona_cli.config.resolve import RememberedLayouts, fill, resolve
+from canzona_cli.config.resolve import fill, resolve
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.sweep import Combination, combinations
 from canzona_cli.core.costs.gpus import with_layers_here
@@ -30,7 +30,7 @@ from canzona_cli.core.setup.execution import RELEASED_TP_MODES, AnyStrategy, wit
 from canzona_cli.core.simulate import fit
 from canzona_cli.core.simulate.compare import Study, study_run
 from canzona_cli.core.simulate.predict import LABELS
-from canzona_cli.core.simulate.search import LayoutResult, LayoutSearch, SearchMemory, candidates, search
+from canzona_cli.core.simulate.search import LayoutResult, LayoutSearch, candidates, search
 from canzona_cli.records.words import count, layout_code, number, plural, predicted_overhead, step_time
 
 VERSION = 3
@@ -309,8 +309,7 @@ def fastest_layouts(config: RunConfig, *, verbose: bool) -> FastestLayouts:
         ConfigError: the settings are impossible.
         DoesNotFit: no layout fits.
     """
-    memory = RememberedLayouts.of(config)
-    result = search(config.setup, SHOWN, memory)
+    result = search(config.setup, SHOWN)
     if not result.best:
         make_plan(*fit.resolve(config.setup))  # raises an error that explains what does not fit
     best, flex = result.best[0], with_flex(config.setup)
@@ -319,15 +318,15 @@ def fastest_layouts(config: RunConfig, *, verbose: bool) -> FastestLayouts:
     return FastestLayouts(
         config=config,
         search=result,
-        flex=_if_faster(flex, best, memory),
-        without_headroom=_if_faster(tight, best, memory),
+        flex=_if_faster(flex, best),
+        without_headroom=_if_faster(tight, best),
         verbose=verbose,
     )
 
 
-def _if_faster(setup: Setup | None, best: LayoutResult, memory: SearchMemory) -> LayoutResult | None:
+def _if_faster(setup: Setup | None, best: LayoutResult) -> LayoutResult | None:
     """Returns the fastest layout of another run, if it is faster than `best`."""
-    fastest = () if setup is None else search(setup, memory=memory).best
+    fastest = () if setup is None else search(setup).best
     return fastest[0] if fastest and fastest[0].per_sequence_s < best.per_sequence_s else None
 
 
@@ -428,7 +427,7 @@ def layouts_by_gpus(config: RunConfig, gpu_counts: Sequence[int] = GPU_COUNTS) -
 
 def _row(config: RunConfig) -> LayoutRow:
     try:
-        best = fit.choose(config.setup, RememberedLayouts.of(config))
+        best = fit.choose(config.setup)
     except ConfigError as error:
         reasons = (f"{problem.key}={problem.value} {problem.reason}" for problem in error.problems)
         return LayoutRow(gpus=config.gpus, layout=None, memory=None, note="; ".join(reasons))

@@ -14,14 +14,14 @@ from canzona_cli.core.model.matrices import routing
 from canzona_cli.core.setup import Execution, Layout, Setup, Strategy
 from canzona_cli.core.setup.problems import problem_with
 from canzona_cli.core.simulate.possible import expert_parallel_sizes, fill
-from canzona_cli.core.simulate.search import Candidate, SearchMemory, any_fits, candidates, search
+from canzona_cli.core.simulate.search import Candidate, any_fits, candidates, search
 
 H200_GIB = 140.4
 """The memory, in GiB, of the next larger GPU that `suggestions` names, as in the built-in profile h200."""
 SHORTEST_SUGGESTED_SEQUENCE = 512
 
 
-def resolve(setup: Setup, memory: SearchMemory | None = None) -> tuple[Setup, Layout]:
+def resolve(setup: Setup) -> tuple[Setup, Layout]:
     """Chooses a value for every layout setting that is null; returns the completed configuration and its
     layout.
 
@@ -35,13 +35,13 @@ def resolve(setup: Setup, memory: SearchMemory | None = None) -> tuple[Setup, La
     """
     routing(setup)  # refuses a matrix optimizer without matrices before a search starts
     setup = replace(setup, cluster=with_layers_here(setup.cluster))
-    best = choose(setup, memory)
+    best = choose(setup)
     if best is None:
         raise DoesNotFit(_memory_problem(setup))
     return fill(setup, best.layout), best.layout
 
 
-def choose(setup: Setup, memory: SearchMemory | None = None) -> Candidate | None:
+def choose(setup: Setup) -> Candidate | None:
     """Returns the layout with the shortest simulated time per sequence; None if no layout fits in memory.
 
     If the user set every layout setting, or if no plan fits, the layout that needs the least memory is
@@ -54,7 +54,7 @@ def choose(setup: Setup, memory: SearchMemory | None = None) -> Candidate | None
     vpp = 1 if parallel.pp == 1 else parallel.vpp
     all_given = None not in (parallel.tp, parallel.pp, vpp, parallel.cp, train.micro_batch_size, train.recompute)
     ep_open = len(expert_parallel_sizes(setup, setup.gpus // (parallel.pp or 1))) > 1
-    fastest = () if all_given and not ep_open else search(setup, memory=memory).best
+    fastest = () if all_given and not ep_open else search(setup).best
     if fastest:
         return Candidate(layout=fastest[0].layout, memory=estimate(setup, fastest[0].layout))
     # Either there is nothing to search, or no plan fits. In the latter case planning reports the details.

@@ -74,20 +74,6 @@ def fill(setup: Setup, layout: Layout) -> Setup:
     )
 
 
-def is_possible(setup: Setup, layout: Layout) -> bool:
-    """Returns True if the layout keeps the user's settings and divides the batch."""
-    filled = fill(setup, layout)
-    given, chosen = setup.parallel, filled.parallel
-    mesh = {name: getattr(given, name) or getattr(chosen, name) for name in ("tp", "pp", "vpp", "cp", "ep")}
-    train = replace(
-        setup.train,
-        micro_batch_size=setup.train.micro_batch_size or layout.micro_batch_size,
-        recompute=setup.train.recompute or layout.recompute,
-    )
-    narrowed = replace(setup, parallel=replace(given, **mesh), train=train)
-    return layout in _layouts(narrowed)
-
-
 def _layouts(setup: Setup, *, needless_cp: bool = True) -> Iterator[Layout]:
     """Yields every layout that keeps the user's settings and divides the batch.
 

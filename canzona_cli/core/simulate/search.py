@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from typing import Protocol
 
 from canzona_cli.core.costs.buffers import default_bucket_elements
 from canzona_cli.core.costs.gpus import with_layers_here
@@ -30,7 +29,7 @@ from canzona_cli.core.setup.execution import (
     with_tp_mode,
 )
 from canzona_cli.core.simulate.estimate import estimated_step_seconds, least_step_seconds, outlined_step_seconds
-from canzona_cli.core.simulate.possible import RECOMPUTE, fill, is_possible, layout_groups, possible_layouts
+from canzona_cli.core.simulate.possible import RECOMPUTE, fill, layout_groups, possible_layouts
 from canzona_cli.core.simulate.predict import IterationParts, divide_iteration, simulate_run
 from canzona_cli.core.simulate.step import StrategyResult
 
@@ -123,40 +122,26 @@ class LayoutSearch:
     """The number of layouts that were simulated."""
 
 
-class SearchMemory(Protocol):
-    """A cache of searches. It may lose results, and may have results of other setups."""
-
-    def recall(self, setup: Setup, count: int) -> LayoutSearch | None:
-        """Returns the result of an earlier search for `count` layouts; None if there is none."""
-
-    def keep(self, setup: Setup, count: int, result: LayoutSearch) -> None:
-        """Stores the result of a search."""
-
-
-def search(setup: Setup, count: int = 1, memory: SearchMemory | None = None) -> LayoutSearch:
+def search(setup: Setup, count: int = 1) -> LayoutSearch:
     """Searches for the `count` layouts with the shortest simulated time per sequence that fit in memory.
+
     Args:
         count: the number of layouts to return.
-        memory: where results are looked up first, and stored.
 
     Raises:
         ConfigError: the settings are impossible.
     """
     setup = replace(setup, cluster=with_layers_here(setup.cluster))
-    result = None if memory is None else memory.recall(setup, count)
-    if result is None or not _still_valid(setup, result):
-        result = _search(setup, count)
-        if memory is not None:
-            memory.keep(setup, count, result)
-    return result
+    groups = layout_groups(setup)
+    for free_bytes in (headroom(setup), 0):
+        fastest = _fastest_within(setup, groups, capacity(setup) - free_bytes, count)
+        if fastest.simulated:
+            break
+    return fastest
 
 
 def fastest_with(
-    setup: Setup,
-    strategy: AnyStrategy,
-    planned: Layout,
-    memory: SearchMemory | None = None,
-    tp_modes: Sequence[MuonTpMode] = RELEASED_TP_MODES,
+    setup: Setup, strategy: AnyStrategy, planned: Layout, tp_modes: Sequence[MuonTpMode] = RELEASED_TP_MODES
 ) -> LayoutResult | None:
     """Returns the fastest layout of the run with another strategy, which needs no plan; None if no layout
     fits in memory.
@@ -169,7 +154,7 @@ def fastest_with(
     other = with_strategy(setup, strategy)
     runs = [with_tp_mode(other, mode) for mode in tp_modes] if has_tp_modes(other) else [other]
     same_layout = [_simulate(run, planned) for run in runs if estimate(run, planned).fits]
-    searched = [result for run in runs for result in search(run, memory=memory).best]
+    searched = [result for run in runs for result in search(run).best]
     results = [*searched, *(simulated.complete() for simulated in same_layout if simulated)]
     fastest = min(results, key=lambda result: result.per_sequence_s, default=None)
     if fastest is None or not setup.bucket_size_open:
@@ -180,16 +165,6 @@ def fastest_with(
     runs = [replace(other, parallel=replace(other.parallel, bucket_elements=size)) for size in bucket_sizes]
     simulated = [_simulate(run, fastest.layout) for run in runs if estimate(run, fastest.layout).fits]
     return min([fastest, *(result.complete() for result in simulated if result)], key=lambda result: result.iteration_s)
-
-
-def _search(setup: Setup, count: int) -> LayoutSearch:
-    """Performs a search without the cache, see `search`."""
-    groups = layout_groups(setup)
-    for free_bytes in (headroom(setup), 0):
-        fastest = _fastest_within(setup, groups, capacity(setup) - free_bytes, count)
-        if fastest.simulated:
-            break
-    return fastest
 
 
 def _fastest_within(setup: Setup, groups: Sequence[Sequence[Layout]], limit: int, count: int) -> LayoutSearch:
@@ -317,11 +292,3 @@ def _simplest_first(layout: Layout) -> tuple[int, ...]:
     """Returns a sort key that puts the simplest layout first."""
     recompute = RECOMPUTE.index(layout.recompute)
     return layout.pp, layout.vpp, layout.cp, layout.tp, layout.ep, recompute, -layout.micro_batch_size
-
-
-def _still_valid(setup: Setup, remembered: LayoutSearch) -> bool:
-    """Returns True if cached layouts are possible for the run and fit.
-
-    A cache file may be from another run or from before a rule changed. Its layout must then not be used.
-    """
-    return all(is_possible(setup, tried.layout) and estimate(setup, tried.layout).fits for tried in remembered.best)

@@ -1,16 +1,14 @@
-"""The search returns what simulating every legal layout would, without simulating them; and remembers it."""
+"""The search returns what simulating every legal layout would, without simulating them."""
 
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice, pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.resolve import RememberedLayouts, fill, resolve
+from canzona_cli.config.resolve import fill
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.memory import capacity, estimate
 from canzona_cli.core.errors import ConfigError, DoesNotFit
@@ -23,13 +21,6 @@ from canzona_cli.core.simulate.estimate import estimated_step_seconds, least_ste
 from canzona_cli.core.simulate.predict import simulate_run
 from canzona_cli.core.simulate.search import candidates
 from tests.sizes import Size, run
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder for each test."""
-    monkeypatch.setenv("CANZONA_CACHE", str(tmp_path))
-    return tmp_path / "layouts"
 
 
 def per_sequence(config: RunConfig, layout: Layout) -> float:
@@ -181,61 +172,3 @@ def test_more_recomputation_needs_no_more_memory_and_is_not_estimated_faster(ove
         assert memory == sorted(memory, reverse=True)
         seconds = [estimated_step_seconds(config.setup, layout) for layout in several]
         assert all(more >= less * (1 - 1e-9) for less, more in pairwise(seconds))
-
-
-def searched(config: RunConfig) -> search.LayoutSearch:
-    return search.search(config.setup, memory=RememberedLayouts.of(config))
-
-
-def test_a_search_is_remembered_until_its_inputs_change(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = run("tiny", 4, strategy="canzona")
-    found = searched(config)
-    (file,) = cache.iterdir()
-
-    def fail(*_: object) -> None:
-        raise AssertionError("searched again")
-
-    with monkeypatch.context() as patched:
-        # Not even estimated one by one: a run that was tried before starts as soon as one whose layout is typed.
-        for module, asked in ((search, "_simulate"), (search, "layout_groups"), (fit, "candidates")):
-            patched.setattr(module, asked, fail)
-        assert searched(config) == found
-        assert resolve(config)[1] == found.best[0].layout
-        for other in (run("tiny", 2, strategy="canzona"), run("tiny", 4, strategy="asc"), run("tiny", 4, tp=2)):
-            with pytest.raises(AssertionError, match="searched again"):
-                searched(other)
-    file.write_text(file.read_text()[:-20])
-    assert searched(config) == found
-    file.write_text("{}")
-    assert searched(config) == found
-
-
-@pytest.mark.parametrize("typed", [{"global_batch_size": 4}, {"micro_batch_size": 2}, {"recompute": "full"}, {"tp": 2}])
-def test_a_remembered_layout_never_overrides_what_was_typed(cache: Path, typed: dict[str, Any]) -> None:
-    """The file under this run's name may be another run's, or older than a rule."""
-    searched(run("tiny", 4, strategy="canzona"))
-    (foreign,) = cache.iterdir()
-    config = run("tiny", 4, strategy="canzona", **typed)
-    found = searched(config)
-    (file,) = set(cache.iterdir()) - {foreign}
-    right = file.read_text()
-    file.write_text(foreign.read_text())
-    assert searched(config) == found
-    assert file.read_text() == right, "it is searched anew once, not in every command"
-
-
-def test_a_remembered_layout_that_does_not_fit_is_not_used(cache: Path) -> None:
-    leaves_headroom = run("8b", 64, strategy="canzona")
-    searched(replace(leaves_headroom, cluster=replace(leaves_headroom.cluster, memory_gib=1000.0)))
-    (foreign,) = cache.iterdir()
-    found = searched(leaves_headroom)
-    (file,) = set(cache.iterdir()) - {foreign}
-    file.write_text(foreign.read_text())
-    assert searched(leaves_headroom) == found
-
-
-def test_a_search_needs_no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    config = run("tiny", 2, strategy="canzona")
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("CANZONA_CACHE", str(tmp_path / "file"))
-    assert searched(config).best
