@@ -229,10 +229,6 @@ class TestOptionsOfAnOwnOptimizer:
         assert "(in" not in found[key].reason, "it was typed"
         assert found[key].fix
 
-    def test_another_optimizer_has_none(self) -> None:
-        problem = problems("recipe=tiny", "optimizer.options.momentum=0.9")["optimizer.options"]
-        assert "belongs to custom" in problem.reason
-
 
 class TestNothingIsRunOrLeaked:
     def test_target_in_an_override(self) -> None:

@@ -38,24 +38,9 @@ def test_names_of_secrets(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *(
-            "experts_per_token",
-            "tokenizer",
-            "batch_tokens",
-            "num_key_value_heads",
-            "monkey",
-            "keyboard",
-            "key_dim",
-        ),
-        *(
-            "TOKENIZERS_PARALLELISM",
-            "SSH_KEY_PATH",
-            "secret_name",
-            "TOKEN_COUNT",
-            "password_file",
-            "SSH_AUTH_SOCK",
-            "",
-        ),
+        *("experts_per_token", "tokenizer", "batch_tokens", "num_key_value_heads", "monkey", "keyboard", "key_dim"),
+        *("TOKENIZERS_PARALLELISM", "SSH_KEY_PATH", "secret_name", "TOKEN_COUNT", "password_file", "SSH_AUTH_SOCK"),
+        "",
     ],
 )
 def test_names_of_other_things(name: str) -> None:

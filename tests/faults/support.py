@@ -118,21 +118,6 @@ class LaunchedRun(Launched):
         super().__init__(run_dir, "tests.faults.launcher", *map(str, values))
 
 
-TRAINED_RANKS = 4
-TRAINED = (
-    *("recipe=qwen3-tiny", f"gpus={TRAINED_RANKS}", "parallel.tp=2", "parallel.pp=1", "model.num_layers=2"),
-    *("train.seq_length=32", "train.global_batch_size=4", "train.steps=100000", "train.eval_interval=0"),
-)
-
-
-class TrainingRun(Launched):
-    """`canzona train` on four ranks, in a process of its own: everything is real."""
-
-    def __init__(self, folder: Path, cache: Path, *overrides: str) -> None:
-        places = (f"data.cache_dir={cache}", f"run.dir={folder / 'run'}")
-        super().__init__(folder / "run", "canzona_cli.cli.app", "train", *TRAINED, *overrides, *places)
-
-
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Those that do not end; a zombie waiting for its parent has."""
     deadline = time.monotonic() + PATIENCE_S / 2

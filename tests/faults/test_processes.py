@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.support import TRAINED_RANKS as RANKS
 from tests.faults.support import LaunchedRun, alive
+
+RANKS = 4
 
 
 def launch(folder: Path, behaviour: str = "endless", *, hang_timeout_s: float = 0) -> LaunchedRun:

@@ -60,12 +60,3 @@ def test_ctrl_c_before_training_begins_ends_everything_at_once(training: Launche
     assert not alive(family)
     result = training.result()
     assert (result["status"], result["step"]) == ("interrupted", 0)
-
-
-@pytest.mark.sweep
-def test_workers_that_are_still_starting_die_with_the_launcher(training: Launched) -> None:
-    training.wait_for(lambda: training.files.rank(0).exists() and training.files.rank(1).exists(), "both ranks")
-    family = training.family()
-    assert len(family) == 3
-    training.process.kill()
-    assert not alive(family)

@@ -1,6 +1,7 @@
 """A checkpoint that Megatron-core writes and reads brings back all of the optimizer's state."""
 
 import pickle
+import queue
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed import distributed_c10d
 
 from canzona_cli.core.engine.stored_state import SHARDING
@@ -45,6 +47,8 @@ def _train(trainee: Trainee, first: int, end: int) -> list[float]:
 def test_a_loaded_run_goes_on_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trains in bf16, where masters are more than the weights, with SOAP, which counts the steps of each matrix."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)  # which Megatron calls before it writes
+    # Megatron's own queue lives in a process of its own, which would outlive ranks that are killed.
+    monkeypatch.setattr(filesystem_async, "_results_queue", queue.Queue())
     config, layout = jobs.resolve(*SMALL, "optimizer.lr=0.01", "schedule.warmup_steps=0", "gpus=2")
 
     def work(_: str, world: World) -> tuple[list[float], list[float], bool]:

@@ -25,6 +25,8 @@ _END_STATES = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREE
 
 _CONF = """\
 ClusterName=canzona
+# A job looks for the port of its rendezvous from its number on: those of another cluster of tests look elsewhere.
+FirstJobId={first_job}
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 AuthType=auth/munge
@@ -139,7 +141,9 @@ def running(root: Path) -> Iterator[Slurm]:
     key = root / "munge" / "key"
     key.write_bytes(secrets.token_bytes(128))
     key.chmod(0o400)
-    (root / "slurm.conf").write_text(_CONF.format(root=root, ports=ports, host=socket.gethostname()))
+    (root / "slurm.conf").write_text(
+        _CONF.format(root=root, ports=ports, host=socket.gethostname(), first_job=1 + secrets.randbelow(60_000))
+    )
     slurm = Slurm(root)
     munge = root / "munge"
     commands = [

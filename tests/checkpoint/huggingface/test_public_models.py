@@ -77,9 +77,6 @@ ACCEPTED: dict[str, dict[str, object]] = {
 }
 REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "Mistral-7B": ({"model_type": "mistral", "architectures": ["MistralForCausalLM"]}, "model_type"),
-    "Qwen2.5-7B": ({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}, "model_type"),
-    "Gemma-2-2B": ({"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}, "model_type"),
-    "Phi-3-mini": ({"model_type": "phi3", "architectures": ["Phi3ForCausalLM"]}, "model_type"),
     "DeepSeek-V3": ({"model_type": "deepseek_v3", "n_shared_experts": 1}, "model_type"),
     "Llama with partial rotation": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "Llama with ropes by layer type": (

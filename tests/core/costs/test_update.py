@@ -225,10 +225,6 @@ def test_a_larger_matrix_costs_more(a: Algorithm, rows: int, cols: int, more: in
     assert seconds(a, rows + more, cols, free) > seconds(a, rows, cols, free)
 
 
-def test_without_memory_and_launches_seconds_are_flops_over_the_rate() -> None:
-    assert seconds(MUON, 5120, 25600, IDEAL) == pytest.approx(flops(MUON, 5120, 25600) / 700e12)
-
-
 def test_an_update_takes_as_long_as_its_kernels_or_as_their_launches() -> None:
     work_of = work(MUON, 512, 512)[0]
     slow = replace(H100, launch_us=105.0)

@@ -14,7 +14,7 @@ from canzona_cli.core.model.matrices import Matrix, stage_matrices
 from canzona_cli.core.model.matrices import matrices as matrices_of
 from canzona_cli.core.planner.assign import assign
 from canzona_cli.core.planner.bounds import lower_bound
-from canzona_cli.core.planner.buckets import buckets, stage_parameters
+from canzona_cli.core.planner.buckets import buckets
 from canzona_cli.core.planner.measures import padding_fraction
 from canzona_cli.core.planner.plan import Assignment, PlanSettings
 from canzona_cli.core.setup import Layout
@@ -140,19 +140,6 @@ def test_asc_shares_out_the_whole_buffer_not_each_bucket() -> None:
     held = found.loads(stage_matrices(matrices, 0), elements, 8, 1)
     unit = max(sum(m.elements for m in matrices if m.unit == one.unit) for one in matrices)
     assert max(held) < sum(held) / 8 + unit
-
-
-def test_the_papers_owners_ascend_in_every_bucket() -> None:
-    matrices = transformer(6, 64, 192, 16)
-    plan = PlanSettings(strategy="paper")
-    found = assign(matrices, newton_schulz(matrices), grid(2, 3), plan, bucket_elements=100_000)
-    laid_out = buckets(matrices, found, grid(2, 3), plan, 100_000)
-    assert len(laid_out) > 1
-    for bucket in laid_out:
-        owners = [part.owner for part in bucket.ranges]
-        assert owners == sorted(set(owners))
-    natural = [parameter.name for parameter in reversed(stage_parameters(matrices, 0, 2))]
-    assert [name for bucket in laid_out for name in bucket.parameters] == natural
 
 
 @pytest.mark.parametrize(

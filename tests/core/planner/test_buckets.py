@@ -67,10 +67,10 @@ def test_a_ring_of_shared_parameters_costs_one_more_range() -> None:
 
 
 @pytest.mark.parametrize("bucket", [None, 300_000])
-@pytest.mark.parametrize(("tp", "dp"), [(1, 4), (2, 6)])
-def test_natural_order_has_the_buckets_of_megatron(tp: int, dp: int, bucket: int | None) -> None:
+@pytest.mark.parametrize(("tp", "dp", "strategy"), [(1, 4, "asc"), (2, 6, "paper")])
+def test_natural_order_has_the_buckets_of_megatron(tp: int, dp: int, strategy: Strategy, bucket: int | None) -> None:
     matrices = transformer(8, 128, 352, 32)
-    plan = PlanSettings(strategy="asc")
+    plan = PlanSettings(strategy=strategy)
     found = assign(matrices, newton_schulz(matrices), grid(tp, dp), plan, bucket_elements=bucket)
     laid_out = buckets(matrices, found, grid(tp, dp), plan, bucket)
     parameters = stage_parameters(matrices, 0, tp)

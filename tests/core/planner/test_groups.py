@@ -117,13 +117,6 @@ def test_too_small_a_capacity_names_the_least_that_works() -> None:
     _plan(matrices, grid(2, 1), "canzona", int(4.6875 * (1 << 20)))
 
 
-def test_greedy_opens_a_group_for_what_would_overfill_a_host() -> None:
-    matrices = transformer(1, 64, 64, 64)  # seven alike
-    found, groups = _plan(matrices, grid(2, 1), "paper", 2 * 64 * 64 * 4)
-    assert [group.matrices for group in groups] == [(6, 5, 4, 3), (2, 1, 0)]
-    assert [found.cells[index].host for index in range(7)] == [0, 1, 0, 1, 0, 1, 0]
-
-
 @given(rows=st.integers(1, 300_000), cols=st.integers(1, 30_000), width=st.sampled_from([2, 4]))
 @example(rows=256_001, cols=10_240, width=4)  # six digits of it are too few
 def test_the_capacity_that_is_advised_is_enough_when_it_is_typed(rows: int, cols: int, width: int) -> None:

@@ -56,22 +56,12 @@ def test_known_optima_are_reached_and_proven(costs: list[float], bins: int, best
     assert packing_bound(costs, bins) == pytest.approx(best, rel=1e-5)
 
 
-UNITS = st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=3), min_size=1, max_size=5)
-
-
 def _matrices(units: list[list[int]]) -> tuple[tuple[Matrix, ...], list[float]]:
     owned = [(unit, cost) for unit, costs in enumerate(units) for cost in costs]
     return tuple(
         replace(matrix(index, 1, cost, None), layer=0, parameter=str(unit), unit=unit)
         for index, (unit, cost) in enumerate(owned)
     ), [float(cost) for _, cost in owned]
-
-
-@given(units=UNITS, dp=st.integers(1, 3), tp=st.integers(1, 3))
-@settings(max_examples=150, deadline=None)
-def test_bound_is_at_most_the_exact_optimum(units: list[list[int]], dp: int, tp: int) -> None:
-    matrices, costs = _matrices(units)
-    assert lower_bound(matrices, costs, 0, dp, tp) <= least_makespan(units, dp, tp) * (1 + 1e-9)
 
 
 @given(

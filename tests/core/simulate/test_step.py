@@ -496,19 +496,6 @@ def test_traffic_on_the_same_link_slows_the_backward() -> None:
         assert (simulated(config, mesh, "adamw").phases["backward"] > alone * 1.001) == shared
 
 
-def test_padding_is_paid_for() -> None:
-    """Megatron's layer-wise layout of 8B over 64 data-parallel ranks is 86% padding at tp 1.
-
-    Compared with AdamW's buffers on the same collectives, with hops that cost nothing: bytes alone.
-    """
-    mesh = layout(dp=64, count=4)
-    config = config_of("8b", mesh)
-    instant = replace(config.cluster, intra_node_latency_us=0.0, inter_node_latency_us=0.0)
-    config = replace(config, cluster=instant)
-    plain, padded = (simulated(config, mesh, s).phases["grad_reduce_total"] for s in ("adamw", "layerwise"))
-    assert padded > 1.5 * plain
-
-
 def test_padding_is_set_to_zero_with_the_gradients_around_it() -> None:
     """Buffers of twice the elements take a pass over the further ones; where transfers are free, nothing else."""
     mesh = layout(dp=4, count=2)
