@@ -73,60 +73,6 @@ def test_a_short_copy_has_the_values_of_a_profile_that_was_given_as_a_file(tmp_p
     assert short == replace(compose_run(["recipe=qwen3-tiny", *changes]).config, name="mine")
 
 
-def test_a_short_copy_has_the_values_of_a_profile_that_was_given_as_a_file(tmp_path: Path) -> None:
-    profile, file = tmp_path / "here.yaml", tmp_path / "mine.yaml"
-    profile.write_text((builtin_recipes_dir() / "cluster" / "cpu.yaml").read_text().replace("name: cpu", "name: here"))
-    changes = (f"cluster={profile}", "cluster.cores=2", "train.steps=5")
-    canzona("recipes", "copy", "tiny", str(file), *changes, "--short", code=0)
-    short = compose_run([f"recipe={file}"]).config
-    assert short == replace(compose_run(["recipe=qwen3-tiny", *changes]).config, name="mine")
-
-
-def test_a_short_copy_has_the_values_of_a_profile_that_was_given_as_a_file(tmp_path: Path) -> None:
-    profile, file = tmp_path / "here.yaml", tmp_path / "mine.yaml"
-    profile.write_text((builtin_recipes_dir() / "cluster" / "cpu.yaml").read_text().replace("name: cpu", "name: here"))
-    changes = (f"cluster={profile}", "cluster.cores=2", "train.steps=5")
-    canzona("recipes", "copy", "tiny", str(file), *changes, "--short", code=0)
-    short = compose_run([f"recipe={file}"]).config
-    assert short == replace(compose_run(["recipe=qwen3-tiny", *changes]).config, name="mine")
-
-
-def test_a_short_copy_has_the_values_of_a_profile_that_was_given_as_a_file(tmp_path: Path) -> None:
-    profile, file = tmp_path / "here.yaml", tmp_path / "mine.yaml"
-    profile.write_text((builtin_recipes_dir() / "cluster" / "cpu.yaml").read_text().replace("name: cpu", "name: here"))
-    changes = (f"cluster={profile}", "cluster.cores=2", "train.steps=5")
-    canzona("recipes", "copy", "tiny", str(file), *changes, "--short", code=0)
-    short = compose_run([f"recipe={file}"]).config
-    assert short == replace(compose_run(["recipe=qwen3-tiny", *changes]).config, name="mine")
-
-
-def test_a_short_copy_has_the_values_of_a_profile_that_was_given_as_a_file(tmp_path: Path) -> None:
-    profile, file = tmp_path / "here.yaml", tmp_path / "mine.yaml"
-    profile.write_text((builtin_recipes_dir() / "cluster" / "cpu.yaml").read_text().replace("name: cpu", "name: here"))
-    changes = (f"cluster={profile}", "cluster.cores=2", "train.steps=5")
-    canzona("recipes", "copy", "tiny", str(file), *changes, "--short", code=0)
-    short = compose_run([f"recipe={file}"]).config
-    assert short == replace(compose_run(["recipe=qwen3-tiny", *changes]).config, name="mine")
-
-
-def test_a_short_copy_has_the_values_of_a_profile_that_was_given_as_a_file(tmp_path: Path) -> None:
-    profile, file = tmp_path / "here.yaml", tmp_path / "mine.yaml"
-    profile.write_text((builtin_recipes_dir() / "cluster" / "cpu.yaml").read_text().replace("name: cpu", "name: here"))
-    changes = (f"cluster={profile}", "cluster.cores=2", "train.steps=5")
-    canzona("recipes", "copy", "tiny", str(file), *changes, "--short", code=0)
-    short = compose_run([f"recipe={file}"]).config
-    assert short == replace(compose_run(["recipe=qwen3-tiny", *changes]).config, name="mine")
-
-
-def test_a_short_copy_has_the_values_of_a_profile_that_was_given_as_a_file(tmp_path: Path) -> None:
-    profile, file = tmp_path / "here.yaml", tmp_path / "mine.yaml"
-    profile.write_text((builtin_recipes_dir() / "cluster" / "cpu.yaml").read_text().replace("name: cpu", "name: here"))
-    changes = (f"cluster={profile}", "cluster.cores=2", "train.steps=5")
-    canzona("recipes", "copy", "tiny", str(file), *changes, "--short", code=0)
-    short = compose_run([f"recipe={file}"]).config
-    assert short == replace(compose_run(["recipe=qwen3-tiny", *changes]).config, name="mine")
-
-
 def test_a_short_copy_has_only_the_changes_and_is_the_same_run(tmp_path: Path) -> None:
     changes = ("optimizer=soap", "train.steps=50", "gpus=4", "parallel.tp=2")
     file = tmp_path / "mine.yaml"
