@@ -15,7 +15,7 @@ def changed(config: RunConfig, settings: str) -> RunConfig:
     for key, _, value in (each.partition("=") for each in settings.split()):
         section, _, name = key.rpartition(".")
         values = {name: json.loads(value)}
-        config = replace(config, **({section: replace(getattr(config, section), **values)} if section else values))  # type: ignore[arg-type]
+        config = replace(config, **({section: replace(getattr(config, section), **values)} if section else values))
     return config
 
 

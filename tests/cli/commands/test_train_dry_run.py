@@ -142,7 +142,6 @@ TYPED = ("parallel.tp=1", "parallel.pp=1", "parallel.cp=1", "train.micro_batch_s
         ((*TINY, "engine.plan=file", "run.dir=run"), 2, ("engine.plan",)),
         ((*TINY, "--dry-run", "--profile", "5-"), 2, ("--profile = 5-",)),
         ((*TINY, "--dry-run", "--profile", "3-2", "train.steps=4"), 2, ("run.profile_steps = [3,2]",)),
-        ((*TINY, "--dry-run", "--profile", "0", "train.steps=4"), 2, ("run.profile_steps",)),
         ((*TINY, "--dry-run", "run.profile_steps=[1,9]", "train.steps=4"), 2, ("run.profile_steps",)),
         ((*TINY, "--dry-run", "run.profile_steps=[1,2,3]"), 2, ("run.profile_steps",)),
         ((*TINY, "--dry-run", "run.trace_steps=[1,2]"), 2, ("use run.profile_steps",)),
