@@ -23,6 +23,7 @@ VPP = (*PP, "--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1")
 FP32 = ("--muon-fp32-matmul-prec", "high")  # Megatron's default, medium, may round fp32 products to bf16
 BF16 = ("--bf16", "--accumulate-allreduce-grads-in-fp32")
 EP = ("--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1")
+SHARED = ("--moe-shared-expert-intermediate-size", "128", "--moe-shared-expert-gate")
 AVERAGED = (*OVERLAP, "--ddp-average-in-collective")
 CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tp2 clipped": ((*FP32, *TP, "--clip-grad", "0.3"), SHARDED),
@@ -40,6 +41,7 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "ep2 on 4 ranks, averaged": ((*FP32, *EXPERTS, *EP), AVERAGED),
     "ep2 tp2 on 4 ranks": ((*FP32, *EXPERTS, *EP, *TP, "--sequence-parallel"), SHARDED),
     "ep2 pp2 on 4 ranks, overlapped": ((*FP32, *EXPERTS, *EP, *PP), OVERLAP),
+    "shared experts, ep2 tp2 on 4 ranks": ((*FP32, *EXPERTS, *EP, *TP, "--sequence-parallel", *SHARED), OVERLAP),
     "experts on each rank, dp2": ((*FP32, *EXPERTS), SHARDED),
     "ep2 bf16": ((*BF16, *EXPERTS, *EP), SHARDED),
     "ep2 tp2 on 4 ranks, bf16": ((*BF16, *EXPERTS, *EP, *TP, "--sequence-parallel"), OVERLAP),
