@@ -48,9 +48,8 @@ class Engine(api.Engine):
     """canzona's engine for a training loop on Megatron-core: call `wrap` in place of
     `DistributedDataParallel(...)`, and `optimizer` in place of `get_megatron_optimizer(...)`.
 
-    The engine is experimental: it supports dense decoders (`GPTModel` with gated feed-forward layers) and
-    raises `Unsupported` for all other models, with the reason and the fix. It has only been run on CPUs, with
-    gloo.
+    The engine is experimental: it supports decoders (`GPTModel`), dense or with experts, and raises
+    `Unsupported` for all other models, with the reason and the fix. It has only been run on CPUs, with gloo.
 
     Args:
         optimizer_config: Megatron's configuration, with `optimizer="muon"`. Its settings for Muon, AdamW,
@@ -97,6 +96,7 @@ def describe(caller: Caller, settings: Sequence[str]) -> tuple[Setup, Layout, Se
         qk_norm=caller.model.qk_layernorm,
         gated=caller.model.gated_linear_unit,
         experts_per_token=caller.model.moe_router_topk,
+        shared_ffn_hidden_size=caller.model.moe_shared_expert_intermediate_size or 0,
     )
     config = replace(config, model=model)
     [layout] = possible_layouts(config.setup)

@@ -233,6 +233,9 @@ def _training_problems(config: RunConfig) -> Iterator[Problem]:
     if config.model.num_experts and not config.model.qk_norm:
         reason = "can only be planned: of models with experts, canzona trains those of Qwen3"
         yield Problem("model.qk_norm", reason, "use model.qk_norm=true, or model.num_experts=0")
+    if config.model.shared_ffn_hidden_size:
+        reason = "can only be planned: canzona does not train experts that process every token"
+        yield Problem("model.shared_ffn_hidden_size", reason, "leave it out, or use `canzona plan --dry-run`")
     last_step = config.train.steps
     steps = config.run.profile_steps
     if steps is not None and not 1 <= steps[0] <= steps[1] <= last_step:

@@ -30,7 +30,7 @@ from canzona_cli.core.setup.stages import count_parts_as_layers
 _REQUIRED: Final = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
 _SHAPE: Final = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "head_dim"),
-    *("tied_embeddings", "qk_norm", "num_experts"),
+    *("tied_embeddings", "qk_norm", "num_experts", "shared_ffn_hidden_size"),
 )
 """The settings that identify a built-in model."""
 _DECAYS: Final = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
@@ -274,6 +274,10 @@ class _Translation:
         if self._on("use_rope_scaling"):
             self._set("model.rope_scaling", self._text("rope_scaling_factor"), "rope_scaling_factor")
         self._set("model.num_experts", experts, "num_experts")
+        shared = self._number("moe_shared_expert_intermediate_size", 0) if experts else 0
+        self._set("model.shared_ffn_hidden_size", shared, "moe_shared_expert_intermediate_size")
+        if shared:
+            self._plans_only.append("canzona trains no shared experts")
         if experts:
             if not self._on("qk_layernorm"):
                 self._plans_only.append("of models with experts, canzona trains only those with --qk-layernorm")

@@ -15,6 +15,7 @@ from canzona_cli.core.setup.problems import value_of, with_own_values
 _REFUSED = (
     ("train.grad_reduce_dtype", ("fp32",), "train.precision=bf16"),
     ("model.experts_per_token", (0,), "model.num_experts=8"),
+    ("model.shared_ffn_hidden_size", (0,), "model.num_experts=8"),
     ("model.balancing_loss", (0,), "model.num_experts=8"),
     ("model.balancing_weight", (0,), "model.num_experts=8"),
     ("model.balancing_weight", ("none",), "model.balancing_loss=sequence"),
@@ -27,7 +28,12 @@ _REFUSED = (
 )
 """A setting that changes what is trained, the values of another setting with which it has no effect, and an
 override of the other setting with which it has an effect."""
-_HARMLESS = {("train.grad_reduce_dtype", "fp32"), ("optimizer.clip", "none"), ("optimizer.clip_grad", 0)}
+_HARMLESS = {
+    ("train.grad_reduce_dtype", "fp32"),
+    ("optimizer.clip", "none"),
+    ("optimizer.clip_grad", 0),
+    ("model.shared_ffn_hidden_size", 0),
+}
 """The settings and values that are accepted although they have no effect, because they change nothing."""
 _IGNORED = (
     ("train.sample_prompt", "train.sample_every"),

@@ -87,7 +87,7 @@ class Engine:
                 _LOG.warning(warning)
         world = world_of(groups, layout, device)
         agree_on_problem(next(_parameter_problems(caller.models), None), Unsupported)
-        fix = "train a dense decoder whose matrices the engine supports; the plan covers all of its layers"
+        fix = "train a decoder whose matrices the engine supports; the plan covers all of its layers"
         plan = agree_on_plan(make_plan(setup, layout), chunks, world, fix=fix)
         wrapped = wrap_planned(chunks, setup, world, plan, ddp_config)
         self._built = setup, world, plan, wrapped

@@ -210,6 +210,26 @@ def test_a_constant_rate_may_be_below_the_recipes_minimum(tmp_path: Path) -> Non
     assert (config.schedule.decay, config.optimizer.lr) == ("constant", 1e-6)
 
 
+@pytest.mark.parametrize(
+    ("flags", "reasons"),
+    [
+        ("--position-embedding-type learned_absolute", ["--position-embedding-type learned_absolute: canzona's"]),
+        ("--normalization LayerNorm", ["--normalization LayerNorm: canzona's models have RMSNorm"]),
+        ("--num-experts 8", ["of models with experts, canzona trains only those with --qk-layernorm"]),
+        (
+            "--num-experts 8 --qk-layernorm --moe-shared-expert-intermediate-size 2048",
+            ["canzona trains no shared experts"],
+        ),
+    ],
+)
+def test_what_only_megatrons_loop_trains_is_planned_with_the_reason(
+    tmp_path: Path, flags: str, reasons: list[str]
+) -> None:
+    run = read(tmp_path, f"{SMALL} {flags}")
+    assert [each[: len(reason)] for each, reason in zip(run.plans_only, reasons, strict=True)] == reasons
+    assert config_of(run).model.shared_ffn_hidden_size == (2048 if "shared" in flags else 0)
+
+
 def test_what_canzona_leaves_out_is_listed_with_its_value(tmp_path: Path) -> None:
     run = read(tmp_path, f"{SMALL} --cuda-graph-impl local --ddp-num-buckets 4 --no-align-param-gather")
     assert {*run.left_out} >= {"--cuda-graph-impl local", "--ddp-num-buckets 4"}
@@ -250,14 +270,13 @@ def test_a_blend_without_a_share_for_each_set_is_refused_with_what_to_do(tmp_pat
     ("flags", "key"),
     [
         ("--multi-latent-attention --q-lora-rank 1536", "--multi-latent-attention"),
-        ("--moe-shared-expert-intermediate-size 2048", "--moe-shared-expert-intermediate-size"),
-        ("--num-experts 8", "--qk-layernorm"),
+        ("--qk-clip", "--qk-clip"),
+        ("--moe-latent-size 512", "--moe-latent-size"),
         ("--num-experts 8 --qk-layernorm --moe-layer-freq ([0]*1+[1]*3)", "--moe-layer-freq"),
         ("--num-experts 8 --qk-layernorm --moe-layer-freq 2", "--moe-layer-freq"),
         ("--mtp-num-layers 1", "--mtp-num-layers"),
         ("--fp8-format hybrid --fp8-param-gather", "--fp8-param-gather"),
         ("--use-megatron-fsdp", "--use-megatron-fsdp"),
-        ("--position-embedding-type yarn", "--position-embedding-type"),
         ("--decoder-last-pipeline-num-layers 2", "--decoder-last-pipeline-num-layers"),
         ("--optimizer soap", "--optimizer"),
         ("--window-size 128,0", "--window-size"),
@@ -296,10 +315,10 @@ def test_what_canzona_lacks_or_megatron_refuses_is_refused_by_name(tmp_path: Pat
 
 
 def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:
-    text = "python pretrain_gpt.py --hidden-size 512 --fp16 --multi-latent-attention --rotary-percent 1"
+    text = "python pretrain_gpt.py --hidden-size 512 --fp16 --multi-latent-attention --window-size 128,0"
     keys = problems(tmp_path, text)
     assert {"--num-layers", "--num-attention-heads", "--seq-length", "--micro-batch-size", "gpus"} < keys.keys()
-    assert {"--fp16", "--multi-latent-attention", "--position-embedding-type"} < keys.keys()
+    assert {"--fp16", "--multi-latent-attention", "--window-size"} < keys.keys()
 
 
 def test_what_the_user_types_counts_more_than_the_file(tmp_path: Path) -> None:

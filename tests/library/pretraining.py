@@ -192,8 +192,12 @@ def model_of(
 
 
 def leave_to_adamw(model: GPTModel) -> None:
-    """Marks the routers and the learned positions, which Megatron's Muon would update as matrices."""
+    """Marks the routers, the gates of shared experts, and the learned positions, which Megatron's Muon would update as
+    matrices."""
     leave_routers_to_adamw(model)
+    for name, param in model.named_parameters():
+        if name.endswith("gate_weight"):
+            param.is_embedding_or_output_parameter = True
     if model.pre_process and model.embedding.add_position_embedding:
         model.embedding.position_embeddings.weight.is_embedding_or_output_parameter = True
 

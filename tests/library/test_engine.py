@@ -210,7 +210,7 @@ OTHER_VALUES: dict[str, object] = {
     "muon_scalar_optimizer": "lion",
     "num_distributed_optimizer_instances": 2,
     "param_name_patterns_for_fp32_local_accumulation": ("all",),
-    "moe_shared_expert_intermediate_size": 64,
+    "moe_shared_expert_glu_interleave_size": 16,
     "moe_latent_size": 32,
     "moe_mlp_glu_interleave_size": 16,
     "experimental_attention_variant": "dsa",

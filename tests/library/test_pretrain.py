@@ -23,6 +23,7 @@ VPP = (*PP, "--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1")
 FP32 = ("--muon-fp32-matmul-prec", "high")  # Megatron's default, medium, may round fp32 products to bf16
 BF16 = ("--bf16", "--accumulate-allreduce-grads-in-fp32")
 EP = ("--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1")
+SHARED = ("--moe-shared-expert-intermediate-size", "128", "--moe-shared-expert-gate")
 AVERAGED = (*OVERLAP, "--ddp-average-in-collective")
 CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tp2 clipped": ((*FP32, *TP, "--clip-grad", "0.3"), SHARDED),
@@ -36,17 +37,19 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "dp2 averaged": (FP32, AVERAGED),
     "GPT dp2": (FP32, OVERLAP),
     "GPT tp2": ((*FP32, *TP), SHARDED),
-    "ep2": ((*FP32, *EXPERTS, *EP), SHARDED),
+    # The buckets of a layer's experts end between two of one kind of their matrices.
+    "ep2 averaged": ((*FP32, *EXPERTS, *EP), (*AVERAGED, "--ddp-bucket-size", "12000")),
     "ep2 on 4 ranks, averaged": ((*FP32, *EXPERTS, *EP), AVERAGED),
     "ep2 tp2 on 4 ranks": ((*FP32, *EXPERTS, *EP, *TP, "--sequence-parallel"), SHARDED),
     "ep2 pp2 on 4 ranks, overlapped": ((*FP32, *EXPERTS, *EP, *PP), OVERLAP),
+    "shared experts, ep2 tp2 on 4 ranks": ((*FP32, *EXPERTS, *EP, *TP, "--sequence-parallel", *SHARED), OVERLAP),
     "experts on each rank, dp2": ((*FP32, *EXPERTS), SHARDED),
     "ep2 bf16": ((*BF16, *EXPERTS, *EP), SHARDED),
     "ep2 tp2 on 4 ranks, bf16": ((*BF16, *EXPERTS, *EP, *TP, "--sequence-parallel"), OVERLAP),
     "ep2 pp2 on 4 ranks, bf16": ((*BF16, *EXPERTS, *EP, *PP), SHARDED),
 }
 """Arguments of both runs, and further ones of canzona's."""
-SHOWN = ("tp2 clipped", "ep2")
+SHOWN = ("tp2 clipped", "ep2 averaged")
 """The cases that every change runs; sweeps run the others."""
 
 

@@ -120,10 +120,12 @@ class ModuleTimes:
     def layer(self) -> list[Module]:
         """Returns the first layer's modules in forward order."""
         model = self._setup.model
-        modules = [self._module(work) for work in family_of(model).modules(model)]
+        works = family_of(model).modules(model)
+        modules = [self._module(work) for work in works]
         if self._cluster.dispatch_overlap:
             modules = _with_hidden_dispatch(self._cluster, modules)
-        return _with_launches(self._cluster, modules) if model.num_experts else modules
+        first_experts = next((index for index, work in enumerate(works) if work.experts > 1), None)
+        return modules if first_experts is None else _with_launches(self._cluster, modules, first_experts)
 
     def embedding(self) -> Module:
         moved_s = 2 * self._memory_s * self._stream
@@ -251,8 +253,8 @@ def _with_hidden_dispatch(cluster: ClusterConfig, modules: Sequence[Module]) -> 
     return [with_hidden(module) if module.dispatched else module for module in modules]
 
 
-def _with_launches(cluster: ClusterConfig, modules: Sequence[Module]) -> list[Module]:
-    """Adds the time of an expert layer's kernel launches to the module that has the router, fc1."""
+def _with_launches(cluster: ClusterConfig, modules: Sequence[Module], place: int) -> list[Module]:
+    """Adds the time of an expert layer's kernel launches to the module at `place`, the experts' fc1."""
     pass_s = sum(module.forward_s + module.moves[0].seconds for module in modules)
     pass_back_s = sum(module.backward_s + module.moves[1].seconds for module in modules)
     added_s, added_backward_s = launch_seconds(cluster, pass_s), launch_seconds(cluster, pass_back_s)
@@ -262,7 +264,7 @@ def _with_launches(cluster: ClusterConfig, modules: Sequence[Module]) -> list[Mo
         forward_s, backward_s = module.forward_s + added_s, module.backward_s + added_backward_s
         return module._replace(forward_s=forward_s, backward_s=backward_s, again_s=again_s)
 
-    return [with_launches(module) if module.part == "fc1" else module for module in modules]
+    return [with_launches(module) if index == place else module for index, module in enumerate(modules)]
 
 
 @lru_cache(maxsize=256)

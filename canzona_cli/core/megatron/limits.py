@@ -75,7 +75,8 @@ BUCKETS: Final = (
 """The limits on `DistributedDataParallelConfig`."""
 
 MODEL: Final = (
-    Limit("moe_shared_expert_intermediate_size", None, _OTHER_LAYERS),
+    Limit("use_grouped_gemm_for_shared_expert", False, UNTRIED),
+    Limit("moe_shared_expert_glu_interleave_size", None, "the rows of gate and projection would alternate in blocks"),
     Limit("moe_latent_size", None, _OTHER_LAYERS),
     Limit("moe_single_grouped_weight", False, "one parameter with the weights of all experts is not a matrix"),
     Limit("moe_single_grouped_bias", False, "one parameter with the biases of all experts looks like a matrix"),

@@ -59,7 +59,7 @@ def check_model(chunks: Sequence[torch.nn.Module], plan: Plan, world: World) -> 
             raise PlanMismatch(key=name, planned=planned, actual=tuple(trainable[name].shape))
     for name, param in trainable.items():
         parts = name.split(".")
-        is_matrix = param.dim() == 2 and "layers" in parts and "router" not in parts
+        is_matrix = param.dim() == 2 and "layers" in parts and not {"router", "gate_weight"} & {*parts}
         if is_matrix and name not in by_parameter:
             raise PlanMismatch(key=name, planned="nothing", actual=f"a matrix of shape {tuple(param.shape)}")
     by_bucket = placements(plan, stage_buckets(plan, world.pp_rank, world.expert_rank))

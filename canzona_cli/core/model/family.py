@@ -50,8 +50,10 @@ class Weight:
     @property
     def unit_prefix(self) -> str:
         """The prefix of the names of the weight's units in a layer: `experts.17.` for an expert's weight,
-        otherwise empty."""
-        return "" if self.expert is None else f"experts.{self.expert}."
+        `shared.` for one of the network that processes every token beside experts, otherwise empty."""
+        if self.expert is None:
+            return "shared." if ".shared_experts." in self.name else ""
+        return f"experts.{self.expert}."
 
     @property
     def rows(self) -> int:

@@ -2,7 +2,8 @@
 a few of them.
 
 Attention, norms and embeddings are the same as in the dense family. Expert e of a layer has the unit names
-`experts.e.gate`, `experts.e.up` and `experts.e.down`.
+`experts.e.gate`, `experts.e.up` and `experts.e.down`. A network beside the experts that processes every token, as in
+Qwen2, can be planned, and trained in Megatron's loop.
 
 Source: Qwen3 Technical Report, arXiv 2505.09388, the published `config.json` files, and
 `Qwen3MoeForCausalLM` of transformers 4.51 and later.
@@ -20,7 +21,7 @@ from canzona_cli.core.setup import ModelConfig
 @lru_cache(maxsize=64)
 def _weights(model: ModelConfig) -> tuple[Weight, ...]:
     """Lists a layer's weights in the order of Transformer Engine's grouped linear layers: first all experts'
-    fc1, then all experts' fc2."""
+    fc1, then all experts' fc2; the network that processes every token is last."""
     proj, qkv, fc1, fc2 = QWEN3.weights(model)
     experts = range(model.num_experts)
     return (
@@ -28,7 +29,14 @@ def _weights(model: ModelConfig) -> tuple[Weight, ...]:
         qkv,
         *(replace(fc1, name=f"mlp.experts.linear_fc1.weight{e}", expert=e) for e in experts),
         *(replace(fc2, name=f"mlp.experts.linear_fc2.weight{e}", expert=e) for e in experts),
+        *(replace(weight, name=weight.name.replace("mlp.", "mlp.shared_experts.")) for weight in _shared(model)),
     )
+
+
+def _shared(model: ModelConfig) -> tuple[Weight, ...]:
+    """Returns the weights of a dense network as wide as the one that processes every token; empty if there is none."""
+    width = model.shared_ffn_hidden_size
+    return QWEN3.weights(replace(model, ffn_hidden_size=width))[2:] if width else ()
 
 
 @lru_cache(maxsize=64)
@@ -53,13 +61,25 @@ def _modules(model: ModelConfig) -> tuple[Work, ...]:
     experts' matmuls.
     """
     qkv, proj, fc1, fc2 = QWEN3.modules(model)
-    expert_fc1, *_, expert_fc2 = _weights(model)[2:]
+    expert_fc1, *_, expert_fc2 = (weight for weight in _weights(model) if weight.expert is not None)
+    # The experts, which come last in the forward pass, read the norm and write the residual stream.
+    shared = [
+        replace(
+            work,
+            weight=weight,
+            stream=0,
+            elements=work.elements * model.shared_ffn_hidden_size // model.ffn_hidden_size,
+        )
+        for work, weight in zip((fc1, fc2), _weights(model)[-2:], strict=True)
+        if weight.expert is None
+    ]
     experts, chosen = model.num_experts, model.experts_per_token
     copied = 2 * chosen * model.hidden_size
     swiglu = chosen * fc1.elements
     return (
         qkv,
         proj,
+        *shared,
         replace(fc1, weight=expert_fc1, elements=swiglu, experts=experts, experts_per_token=chosen, copied=copied),
         replace(fc2, weight=expert_fc2, experts=experts, experts_per_token=chosen, copied=copied),
     )
@@ -73,18 +93,24 @@ def _activations(model: ModelConfig, fused: bool) -> Activations:
     network = feed_forward_elements(model, fused)
     return replace(
         dense,
-        cut=dense.cut + (chosen - 1) * network,
+        cut=dense.cut + (chosen - 1) * network + _shared_activations(model, fused),
         largest=chosen * dense.largest,
         copied=chosen * 2 * model.hidden_size,
     )
 
 
+def _shared_activations(model: ModelConfig, fused: bool) -> int:
+    return feed_forward_elements(replace(model, ffn_hidden_size=model.shared_ffn_hidden_size), fused)
+
+
 def _forward_flops(model: ModelConfig, seq_length: int) -> float:
     """Counts the matmul FLOPs of one token's forward pass as in the dense family, with the experts to which
-    the token is sent. The router's matmul is not included, as in Megatron-LM."""
+    the token is sent and the network that processes every token. The router's matmul is not included, as in
+    Megatron-LM."""
     *_, fc1, fc2 = QWEN3.weights(model)
     network = fc1.elements + fc2.elements
-    experts = 2.0 * model.num_layers * (model.experts_per_token - 1) * network
+    shared = sum(weight.elements for weight in _shared(model))
+    experts = 2.0 * model.num_layers * ((model.experts_per_token - 1) * network + shared)
     return QWEN3.forward_flops(model, seq_length) + experts
 
 

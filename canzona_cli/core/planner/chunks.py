@@ -197,7 +197,8 @@ class ChunkBuilder:
         parameters: list[tuple[int, int]] = []
         for place in order:
             module = self._modules[place]
-            elements = replicated[module.part]
+            # Of several modules of one part, the last has the norm and the router.
+            elements = replicated[module.part] if self._module_index[module.part, module.layer] == place else 0
             if module.part in ("embedding", "output") or (layers and not module.dispatched):
                 elements += module.weights
             if elements:

@@ -70,6 +70,10 @@ class ModelConfig:
     qk_norm: Annotated[bool, "Normalise queries and keys per head: true for Qwen3, false for Llama.", MODEL] = True
     num_experts: Annotated[Experts, "Experts in every layer, each a feed-forward network; 0: a dense model."] = 0
     experts_per_token: Annotated[int, Range(at_least=2, at_most=1024), "Experts that process each token.", CURVE] = 2
+    shared_ffn_hidden_size: Annotated[
+        Annotated[int, Range(at_least=0, at_most=1 << 24)],
+        "Width of a feed-forward network beside the experts that processes every token; 0: none. Only for plans.",
+    ] = 0
     balancing_loss: Annotated[
         BalancingLoss,
         "Loss that spreads tokens evenly over experts, per sequence or global batch; none: no such loss.",

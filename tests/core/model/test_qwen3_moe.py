@@ -1,5 +1,7 @@
 """Qwen3 models with experts, by their published sizes; their matrices in model space and in plans."""
 
+from dataclasses import replace
+
 import pytest
 
 from canzona_cli.config.compose import compose_run
@@ -37,6 +39,50 @@ def test_parameters_are_those_published(recipe: str, total: int, active: float, 
     assert count.active == pytest.approx(active, rel=0.01)
     assert sum(route.elements for route in (*routes.matrices, *routes.adamw)) == total
     assert sum(route.count for route in routes.matrices) == matrices
+
+
+def test_a_network_that_processes_every_token_has_the_size_of_qwen2s() -> None:
+    """Qwen2-57B-A14B by its published shapes; its report says 57B and 14B. Biases of queries, keys and values, and
+    gates of one row, are not counted: 0.3M and 0.1M."""
+    config = _run(
+        "recipe=qwen3-30b-a3b",
+        *("model.num_layers=28", "model.hidden_size=3584", "model.ffn_hidden_size=2560", "model.vocab_size=151936"),
+        *("model.num_attention_heads=28", "model.num_query_groups=4", "model.head_dim=128", "model.qk_norm=false"),
+        *("model.num_experts=64", "model.experts_per_token=8", "model.shared_ffn_hidden_size=20480"),
+    )
+    count, routes = parameter_count(config.model), routing(config.setup)
+    assert count.total == pytest.approx(57.41e9, rel=1e-3)
+    assert count.active == pytest.approx(14.2e9, rel=0.01)
+    assert sum(route.elements for route in (*routes.matrices, *routes.adamw)) == count.total
+    each = {matrix.name: (matrix.rows, matrix.cols) for matrix in layer_matrices(config.model, "split")}
+    assert [each[f"shared.{kind}"] for kind in ("gate", "up")] == [(20480, 3584)] * 2
+    assert each["shared.down"] == (3584, 20480)
+    plain = replace(config.model, shared_ffn_hidden_size=0)
+    shared = 28 * 3 * 3584 * 20480
+    assert flops_per_token(config.model, 4096) - flops_per_token(plain, 4096) == 6 * shared
+    assert unit_shape("layers.3.shared.down", config.model) == (3584, 20480)
+
+
+def test_a_plan_divides_the_network_that_processes_every_token_like_dense_matrices() -> None:
+    config, layout = resolve(
+        _run(
+            *("recipe=qwen3-moe-tiny", "gpus=4", "parallel.tp=2", "parallel.ep=2", "parallel.pp=1", "parallel.cp=1"),
+            *("model.shared_ffn_hidden_size=384", "optimizer=muon", "engine.splitting=split"),
+        )
+    )
+    plan = make_plan(config.setup, layout)
+    of_shared = [matrix for matrix in plan.matrices if ".shared." in matrix.name]
+    assert len(of_shared) == 3 * config.model.num_layers
+    assert all(matrix.expert_rank is None and matrix.shard_dim is not None for matrix in of_shared)
+    without = replace(config, model=replace(config.model, shared_ffn_hidden_size=0))
+    time_s = predict(config.setup, layout, plan).iteration_s
+    assert time_s > predict(without.setup, layout, make_plan(without.setup, layout)).iteration_s
+
+
+def test_what_can_only_be_planned_is_refused_before_training() -> None:
+    for setting in ("model.shared_ffn_hidden_size=384", "model.qk_norm=false", "model.gated=false"):
+        with pytest.raises(ConfigError, match="can only be planned"):
+            compose_run(["recipe=qwen3-moe-tiny", setting])
 
 
 def test_routers_are_left_to_adamw_and_gate_and_up_are_apart() -> None:
