@@ -168,11 +168,12 @@ def neighbours(rate: float) -> set[float]:
     return {*ADAMW_LRS[max(0, index - 1) : index + 2]}
 
 
-def train(root: Path, recipe: str, overrides: tuple[str, ...], kinds: Sequence[str] = KINDS) -> None:
+def train(root: Path, recipe: str, overrides: tuple[str, ...], kinds: Sequence[str], extensions: int) -> None:
     """Trains everything that `root` lacks.
 
     Args:
         kinds: the optimizers by which the AdamW rate is chosen.
+        extensions: the most times that the ladders of rates of matrices are extended.
     """
     config = composed(recipe, *overrides)
     tried, wider = set[float](), neighbours(config.optimizer.adamw_rates.lr)
@@ -185,7 +186,9 @@ def train(root: Path, recipe: str, overrides: tuple[str, ...], kinds: Sequence[s
     center = {name: composed(recipe, *overrides, f"optimizer={name}").optimizer.lr for name in OPTIMIZERS}
     ladders: dict[str, set[float]] = {}
     wider_ladders = {name: {lr / 2, lr} for name, lr in center.items()}
-    while wider_ladders != ladders:
+    for _ in range(1 + extensions):
+        if wider_ladders == ladders:
+            break
         ladders = wider_ladders
         runs = sweep(root / "lr", recipe, *shared, rates_of(ladders), f"train.seed={config.train.seed}")
         center = {name: lowest(of(name, runs)).lr for name in OPTIMIZERS}
@@ -307,12 +310,13 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of all runs")
     parser.add_argument("--recipe", default="qwen3-tiny", help="the recipe to train")
     parser.add_argument("--kinds", default=",".join(KINDS), help="the optimizers that choose the AdamW rate")
+    parser.add_argument("--extensions", type=int, default=20, help="how often ladders are extended at most")
     parser.add_argument("--check", action="store_true", help="exit 1 if the page is out of date")
     given = parser.parse_intermixed_args()
     if given.runs is not None:
         root, overrides = given.runs.absolute(), (*SHARED, *given.overrides)
         try:
-            train(root, given.recipe, overrides, given.kinds.split(","))
+            train(root, given.recipe, overrides, given.kinds.split(","), given.extensions)
         finally:
             results(root, given.recipe, overrides).save()
     before = PAGE.read_text(encoding="utf-8")

@@ -79,7 +79,7 @@ def test_every_optimizer_has_one_adamw_rate_and_a_ladder_that_ends_beyond_its_be
     monkeypatch.setattr(evidence, "RAW", tmp_path / "raw")
     run_dir = tmp_path / "lr" / "run"
     _write_run(run_dir, steps=12)
-    evidence.train(tmp_path, "qwen3-tiny", ("gpus=1",), ("muon", "adamw"))
+    evidence.train(tmp_path, "qwen3-tiny", ("gpus=1",), ("muon", "adamw"), extensions=20)
     found = evidence.results(tmp_path, "qwen3-tiny", ("gpus=1",))
     assert {request["recipe"] for request in asked} == {"qwen3-tiny"}
     assert {request["gpus"] for request in asked} == {"1"}
@@ -95,6 +95,10 @@ def test_every_optimizer_has_one_adamw_rate_and_a_ladder_that_ends_beyond_its_be
         assert {rate / 2, rate, rate * 2} <= set(ladder), "the best has a worse rate on both sides"
         assert np.allclose(np.diff(np.log2(ladder)), 1)
         assert {(run.lr, run.seed) for run in evidence.of(name, found.seeds)} == {(rate, 2), (rate, 3)}
+    del done["lr"]
+    evidence.train(tmp_path, "qwen3-tiny", ("gpus=1",), ("muon", "adamw"), extensions=1)
+    rates = {name: sorted(run.lr for run in evidence.of(name, [*done["lr"]])) for name in best}
+    assert (rates["muon"], rates["soap"]) == ([0.0025, 0.005, 0.01], [0.0005, 0.001, 0.002]), "one rate further"
     found.save()
     (path,) = (tmp_path / "raw").iterdir()
     assert load(path, Evidence, key="", fix="") == found
