@@ -74,37 +74,34 @@ every predicted step time depends on these passes."""
 def measure_arithmetic(team: Team, effort: Effort, recorder: Recorder) -> None:
     """Measures the rates of matmuls and decompositions, and the time of a launch. All members have to call
     this."""
+
+    def rate(quantity: Quantity, flops: float, work: Work, *key: int, latency_s: float = 0.0) -> None:
+        """Measures and records the rate, in TFLOP/s, of work with `flops` FLOPs.
+
+        Args:
+            latency_s: the seconds that the cost model adds to the work's FLOPs; at most half of a sample is
+                attributed to them.
+        """
+        samples = team.samples(work, effort.item_s)
+        values = [flops / (sample - min(latency_s, sample / 2)) / 1e12 for sample in samples]
+        recorder.add(Measurement.of(quantity, values, *key))
+
     sizes = SIZES[team.device.type]
     for size in sizes.matmuls:
         factors = (torch.randn(size, size, device=team.device).bfloat16() for _ in range(3))
-        _measure_rate(team, effort, recorder, "matmul_tflops", 2.0 * size**3, partial(_mm, *factors), size)
+        rate("matmul_tflops", 2.0 * size**3, partial(_mm, *factors), size)
     size = sizes.exact
     x, y, z = (torch.randn(size, size, device=team.device) for _ in range(3))
     for quantity, precision in sizes.precisions:
         with matmul_precision(precision):
-            _measure_rate(team, effort, recorder, quantity, 2.0 * size**3, lambda: _mm(x, y, z))
+            rate(quantity, 2.0 * size**3, lambda: _mm(x, y, z))
     # The numbers of FLOPs are those of `optimizers.facts.Work`.
     column_s = COLUMN_S["cuda" if team.device.type == "cuda" else "cpu"]
-    _measure_rate(
-        team,
-        effort,
-        recorder,
-        "qr_tflops",
-        8 / 3 * size**3,
-        lambda: _discard(torch.linalg.qr(x)),
-        latency_s=size * column_s,
-    )
-    size = sizes.symmetric
-    symmetric = x[:size, :size] @ x[:size, :size].mT
-    _measure_rate(
-        team,
-        effort,
-        recorder,
-        "eigh_tflops",
-        9.0 * size**3,
-        lambda: _discard(torch.linalg.eigh(symmetric)),
-        latency_s=EIGH_PASSES * size * column_s,
-    )
+    rate("qr_tflops", 8 / 3 * size**3, lambda: _discard(torch.linalg.qr(x)), latency_s=size * column_s)
+    side = sizes.symmetric
+    symmetric = x[:side, :side] @ x[:side, :side].mT
+    latency_s = EIGH_PASSES * side * column_s
+    rate("eigh_tflops", 9.0 * side**3, lambda: _discard(torch.linalg.eigh(symmetric)), latency_s=latency_s)
     small = torch.randn(4, 4, device=team.device)
     result = torch.empty_like(small)
 
@@ -177,27 +174,6 @@ def _measure_passes(
             samples.append(step())
     by_direction = (chain.from_iterable(team.gather(times)) for times in zip(*samples, strict=True))
     return list(zip(*by_direction, strict=True))
-
-
-def _measure_rate(
-    team: Team,
-    effort: Effort,
-    recorder: Recorder,
-    quantity: Quantity,
-    flops: float,
-    work: Work,
-    *key: int,
-    latency_s: float = 0.0,
-) -> None:
-    """Measures and records the rate, in TFLOP/s, of work with `flops` FLOPs.
-
-    Args:
-        latency_s: the seconds that the cost model adds to the work's FLOPs; at most half of a sample is
-            attributed to them.
-    """
-    samples = team.samples(work, effort.item_s)
-    values = [flops / (sample - min(latency_s, sample / 2)) / 1e12 for sample in samples]
-    recorder.add(Measurement.of(quantity, values, *key))
 
 
 def _mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
