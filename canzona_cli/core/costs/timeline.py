@@ -12,6 +12,7 @@ The result is deterministic: simultaneous tasks run in the order in which they w
 """
 
 import heapq
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -75,25 +76,27 @@ class _SharedResource:
     """The time up to which `served` is computed."""
     active: list[tuple[float, int]] = field(default_factory=list)
     """A heap of (value of `served` at which the task is done, task)."""
-
-    @property
-    def rate(self) -> float:
-        """The rate of each active task, as a share of the full rate."""
-        if self.cores is None:
-            return 1.0 / len(self.active)
-        return 1.0 if self.demand <= self.cores else 1.0 / (self.demand / self.cores)
+    rate: float = 1.0
+    """The rate of each active task, as a share of the full rate."""
+    next_end: float = math.inf
+    """The time at which the next active task ends, if no other task joins."""
 
     def advance(self, now: float) -> None:
+        """Serves the active tasks up to `now`."""
         if self.active:
             self.served += (now - self.at) * self.rate
         self.at = now
 
-    def join(self, index: int, seconds: float, demand: float) -> None:
-        heapq.heappush(self.active, (self.served + seconds, index))
-        self.demand += demand
-
-    def next_end(self) -> float:
-        return self.at + max(0.0, self.active[0][0] - self.served) / self.rate
+    def share(self) -> None:
+        """Divides the resource anew, after a task has joined or ended."""
+        if not self.active:
+            self.next_end = math.inf
+            return
+        if self.cores is None:
+            self.rate = 1.0 / len(self.active)
+        else:
+            self.rate = 1.0 if self.demand <= self.cores else 1.0 / (self.demand / self.cores)
+        self.next_end = self.at + max(0.0, self.active[0][0] - self.served) / self.rate
 
 
 class Timeline:
@@ -275,8 +278,9 @@ class Timeline:
                 resource = resources[link] = _SharedResource(cores=cores)
             if kind == 0:
                 resource.advance(now)
-                resource.join(index, tasks[index].link_s, tasks[index].cores)
-            elif not resource.active or now < resource.next_end():
+                push(resource.active, (resource.served + tasks[index].link_s, index))
+                resource.demand += tasks[index].cores
+            elif now < resource.next_end:
                 continue  # another transfer has joined in the meantime, and a later event has the new end
             else:
                 resource.advance(now)
@@ -289,8 +293,9 @@ class Timeline:
                     missing[waiter] -= 1
                     if missing[waiter] == 0:
                         ready.append(waiter)
+            resource.share()
             if resource.active:
-                push(events, (resource.next_end(), 1, resource.active[0][1]))
+                push(events, (resource.next_end, 1, resource.active[0][1]))
         if any(missing):
             raise ValueError("tasks wait for each other in a cycle")
         return start, end

@@ -14,7 +14,7 @@ from canzona_cli.core.costs.timeline import Timeline
 from canzona_cli.core.costs.update import adamw_seconds, step_factor
 from canzona_cli.core.model.matrices import Matrix
 from canzona_cli.core.planner.groups import expert_seconds
-from canzona_cli.core.planner.plan import Assignment, Cell, MicroGroup
+from canzona_cli.core.planner.plan import Assignment, MicroGroup
 from canzona_cli.core.setup import Execution, Layout, Setup
 from canzona_cli.core.simulate.update import RankUpdate, SharedCores, UpdateModel, Workload, pace_of
 
@@ -69,10 +69,10 @@ def at_pace(workload: Workload, assignment: Assignment) -> Workload:
     after another (`pace_of`). Shared matrices keep their costs."""
     if not any(time.host_s for time in workload.times):
         return workload
-    hosted: dict[tuple[int, Cell], list[int]] = {}
+    hosted: dict[tuple[int, int, int], list[int]] = {}
     for matrix, cell in zip(workload.matrices, assignment.cells, strict=True):
         if matrix.index not in assignment.shared_costs:
-            hosted.setdefault((matrix.stage, cell), []).append(matrix.index)
+            hosted.setdefault((matrix.stage, cell.owner, cell.host), []).append(matrix.index)
     costs = list(workload.costs)
     for members in hosted.values():
         pace = pace_of([workload.times[index] for index in members])
