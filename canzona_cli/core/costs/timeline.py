@@ -162,10 +162,21 @@ class Timeline:
             slowed_by: for each stream that is slowed down, the streams of the transfers that do so.
             share: the share of the compute units that transfers take.
         """
-        if not share:
-            return self.run()
+        return self._task_times(*self._slowed(slowed_by, share))
+
+    def ends_slowed(self, slowed_by: Mapping[Hashable, Sequence[Hashable]], share: float) -> list[float]:
+        """Returns the end of each task, as `run_slowed` does with the other times."""
+        _, _, end = self._slowed(slowed_by, share)
+        return end
+
+    def _slowed(
+        self, slowed_by: Mapping[Hashable, Sequence[Hashable]], share: float
+    ) -> tuple[_Order, list[float], list[float]]:
+        """Simulates tasks as `run_slowed` does; returns their order, and the start and the end of each."""
         order = self._order()
         start, end = self._times(order)
+        if not share:
+            return order, start, end
         # The tasks that take time, by the streams that are looked at.
         by_stream: dict[Hashable, list[int]] = {
             stream: [] for slowed, transfers in slowed_by.items() for stream in (slowed, *transfers)
@@ -180,7 +191,7 @@ class Timeline:
                 if transfers:
                     computing = [(index, start[index], end[index]) for index in by_stream[stream]]
                     self._slow_down(computing, transfers, share)
-        return self._task_times(order, *self._times(order))
+        return order, *self._times(order)
 
     def _slow_down(
         self, computing: Sequence[tuple[int, float, float]], transfers: Sequence[tuple[float, float]], share: float
