@@ -52,7 +52,7 @@ class LazyCommands(TyperGroup):
             from canzona_cli.cli.commands.instead import other_command
 
             raise BadUsage(other_command(args, COMMANDS))
-        if args[0] == "plan":
+        if args[0] == "plan" and "--" in args:
             from canzona_cli.cli.commands.plan import one_value
 
             args = [args[0], *one_value(args[1:])]

@@ -16,6 +16,9 @@ _BARE_WORD = re.compile(r"[-+\w.]+")
 _PLAIN = re.compile(r"[\w./~@%+-]*[./~@%+-][\w./~@%+-]*")
 """The path-like texts, which `text_value` does not quote. Letters alone could mean true or null, and digits
 alone would be a number."""
+_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")
+_FLOAT = re.compile(r"-?(0|[1-9][0-9]{0,17})\.[0-9]{1,17}|[1-9](\.[0-9]{1,17})?e-?[0-9]{1,2}")
+_WORD = re.compile(r"[A-Za-z][A-Za-z0-9_]*([-.][A-Za-z0-9_]+)*")
 _SHORT = {"init": "checkpoint.weights_from"}
 """The short names of settings on the command line."""
 
@@ -83,6 +86,16 @@ def key_of(override: str) -> str:
     return _SHORT.get(key, key)
 
 
+def plain_value(text: str) -> str | int | float | None:
+    """Returns the value of a text that is an ordinary number or word in Hydra's grammar, so that most command lines
+    start without importing Hydra; None for any other text."""
+    if _INTEGER.fullmatch(text):
+        return int(text)
+    if _FLOAT.fullmatch(text):
+        return float(text)
+    return text if _WORD.fullmatch(text) and text.lower() not in ("null", "true", "false", "nan", "inf") else None
+
+
 def text_value(text: str) -> str:
     """Formats a text as the value of a setting that takes text. All texts except path-like ones are quoted."""
     if _PLAIN.fullmatch(text):
@@ -103,11 +116,13 @@ def _read_group(group: str, text: str, groups: dict[str, str], problems: list[Pr
 
 
 def _parse_value(key: str, text: str) -> tuple[object] | Problem:
+    if (refused := resolver_problem(key, text)) is not None:
+        return refused
+    if (plain := plain_value(text)) is not None:
+        return (text if _takes_text(key) else plain,)
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    if (refused := resolver_problem(key, text)) is not None:
-        return refused
     try:
         override = OverridesParser.create().parse_override(f"{key}={text}")
     except (RecursionError, ValueError):  # for example a thousand brackets, or an integer of 5,000 digits

@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -46,6 +47,7 @@ def installed_file(folder: str, name: str) -> Path:
     raise EnvironmentProblem(Problem(folder, reason, fix, value=str(package / f"_{folder}" / name)))
 
 
+@cache
 def builtin_recipes_dir() -> Path:
     """Returns the folder of built-in recipes."""
     return installed_file("recipes", "config.yaml").parent

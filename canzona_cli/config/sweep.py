@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from canzona_cli.config.overrides import key_of
+from canzona_cli.config.overrides import key_of, plain_value
 from canzona_cli.config.recipes import GROUPS
 from canzona_cli.config.settings import setting_of
 from canzona_cli.core.errors import ConfigError, Problem, refuse
@@ -154,24 +154,17 @@ def _belong_together(overrides: Sequence[str], users: Sequence[Mapping[str, Sequ
 def _expand(argument: str, problems: list[Problem]) -> tuple[str, ...]:
     """Returns the overrides to which a sweep expands; empty if the argument is not a sweep or cannot be
     expanded. Adds problems with the sweep to `problems`."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
     key, _, text = argument.partition("=")
     key, text = key.strip(), text.strip()
     if key not in GROUPS and setting_of(key) is None:
         return ()
-    try:
-        override = OverridesParser.create().parse_override(f"{key}={text}")
-    except (HydraException, RecursionError, ValueError):
+    words = tuple(text.split(","))
+    if all(isinstance(plain_value(word), str | int) for word in words):  # Hydra writes a float in its own way
+        values = words if len(words) > 1 else None
+    else:
+        values = _expand_with_hydra(key, text)
+    if values is None:
         return ()
-    if not override.is_sweep_override():
-        return ()
-    shuffled = getattr(override.value(), "shuffle", False)
-    try:
-        values = () if shuffled else tuple(itertools.islice(override.sweep_string_iterator(), MOST_RUNS + 1))
-    except HydraException:  # the values of intervals and globs cannot be listed
-        values = ()
     if not values:
         reason = "is not a fixed list of values"
         problems.append(Problem(key, reason, f"list the values: {key}=A,B,C", value=text))
@@ -184,6 +177,24 @@ def _expand(argument: str, problems: list[Problem]) -> tuple[str, ...]:
         reason = "all runs of a sweep are in subdirectories of one directory"
         problems.append(Problem(key, reason, "write run.dir=DIR, or leave it out", value=text))
     return tuple(f"{key}={value}" for value in values)
+
+
+def _expand_with_hydra(key: str, text: str) -> tuple[str, ...] | None:
+    """Returns the values of a sweep; empty if they cannot be listed, and None if the text is not a sweep."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        override = OverridesParser.create().parse_override(f"{key}={text}")
+    except (HydraException, RecursionError, ValueError):
+        return None
+    if not override.is_sweep_override():
+        return None
+    shuffled = getattr(override.value(), "shuffle", False)
+    try:
+        return () if shuffled else tuple(itertools.islice(override.sweep_string_iterator(), MOST_RUNS + 1))
+    except HydraException:  # the values of intervals and globs cannot be listed
+        return ()
 
 
 def _directory_name(values: Mapping[str, str]) -> str:

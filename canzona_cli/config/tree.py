@@ -4,9 +4,8 @@ tree."""
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 
 from canzona_cli.config.overrides import text_value
@@ -113,22 +112,68 @@ def compose_files(chosen: Mapping[str, Path], dirs: Sequence[Path]) -> tuple[dic
     Raises:
         ConfigError: a file cannot be read or composed, names code to run, or refers to environment variables.
     """
-    builtin = builtin_recipes_dir()
-    if tuple(dirs) != (builtin,) or any(path.parent.parent != builtin for path in chosen.values()):
-        return _compose_files(chosen, dirs)
-    tree, files = _compose_builtin_files(tuple(chosen.items()), builtin)
-    return deepcopy(tree), [*files]
+    contents = _contents(chosen)
+    composed = _compose_plainly(contents, chosen, dirs) or _compose_with_hydra(contents, chosen, dirs)
+    refuse(content_problems(composed[0], display_path(chosen["recipe"])))
+    return composed
 
 
-@lru_cache(maxsize=64)
-def _compose_builtin_files(chosen: tuple[tuple[str, Path], ...], folder: Path) -> tuple[dict[str, object], list[Path]]:
-    """Composes built-in files. The result is cached, because the files do not change during a process and Hydra
-    takes 0.1 s."""
-    return _compose_files(dict(chosen), (folder,))
+def _compose_plainly(
+    contents: Mapping[str, Mapping[str, object]], chosen: Mapping[str, Path], dirs: Sequence[Path]
+) -> tuple[dict[str, object], list[Path]] | None:
+    """Composes a recipe whose `defaults:` list only chooses options of groups, as Hydra would. To import Hydra and to
+    compose with it takes 0.2 s, and the built-in recipes need nothing else of it.
+
+    Args:
+        contents: see `_contents`.
+        chosen: see `compose_files`.
+        dirs: see `compose_files`.
+
+    Returns:
+        The tree and its files, as of `compose_files`; None if a file needs more of Hydra, or has a mistake, which
+        Hydra then reports.
+    """
+    defaults = read_yaml(builtin_recipes_dir() / "config.yaml")["defaults"]
+    entries = contents["recipe"]["defaults"]
+    assert isinstance(defaults, list)
+    assert isinstance(entries, list)
+    options = {group: option for entry in defaults if isinstance(entry, dict) for group, option in entry.items()}
+    overrides = {str(key): option for entry in entries[:-1] if isinstance(entry, dict) for key, option in entry.items()}
+    known = {f"override /{group}" for group in GROUPS[1:]}
+    if len(overrides) != len(entries) - 1 or entries[-1] != "_self_" or not overrides.keys() <= known:
+        return None
+    options |= {key.removeprefix("override /"): option for key, option in overrides.items()}
+    tree: dict[str, object] = {}
+    files = []
+    for group, option in options.items():
+        if group not in chosen and option is None:
+            continue
+        places = (folder / group / f"{option}.yaml" for folder in dirs if "/" not in str(option))
+        file = chosen[group] if group in chosen else next((place for place in places if place.is_file()), None)
+        if file is None or (group != "recipe" and _package(file) is not None):
+            return None
+        content = dict(contents[group] if group in chosen else read_yaml(file))
+        is_plain = not any(mark in str(content) for mark in ("${", _MISSING))
+        if (content.pop("defaults", None) is None) is (group == "recipe") or not is_plain:
+            return None
+        tree = _merged(tree, content if group == "recipe" else {group: content})
+        files.append(file)
+    return tree, files
 
 
-def _compose_files(chosen: Mapping[str, Path], dirs: Sequence[Path]) -> tuple[dict[str, object], list[Path]]:
-    """Composes a tree of values as `compose_files` does, but without the cache."""
+def _merged(tree: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
+    """Returns a tree with changes, merged as OmegaConf merges mappings."""
+    merged = dict(tree)
+    for key, value in changes.items():
+        below = merged.get(key)
+        merged[key] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _compose_with_hydra(
+    contents: Mapping[str, Mapping[str, object]], chosen: Mapping[str, Path], dirs: Sequence[Path]
+) -> tuple[dict[str, object], list[Path]]:
+    """Composes a tree of values with Hydra; arguments and result are those of `_compose_plainly`."""
     from hydra import compose, initialize
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
@@ -142,7 +187,7 @@ def _compose_files(chosen: Mapping[str, Path], dirs: Sequence[Path]) -> tuple[di
     OmegaConf.clear_resolver("oc.env")
     files_read = _folder_source()
     files_read.clear()
-    with _in_config_store(chosen), initialize(config_path=None, version_base="1.3"):
+    with _in_config_store(contents, chosen), initialize(config_path=None, version_base="1.3"):
         try:
             merged = compose(_PRIMARY, overrides=[f"hydra.searchpath=[{folders}]", *_DROP_HYDRA_GROUPS, *overrides])
             container = OmegaConf.to_container(merged, resolve=False)
@@ -154,7 +199,6 @@ def _compose_files(chosen: Mapping[str, Path], dirs: Sequence[Path]) -> tuple[di
             raise ConfigError(Problem(where, reason, fix)) from error
     assert isinstance(container, dict)
     tree = {str(key): value for key, value in container.items()}
-    refuse(content_problems(tree, where))
     # Hydra reads a recipe before the recipes that it builds on, but applies it after them. Files of the other
     # groups are applied before recipes.
     files = {group: [path for path in reversed(files_read) if path.parent.name == group] for group in GROUPS}
@@ -216,8 +260,20 @@ def _package(file: Path) -> str | None:
     return None if header is None else header[1]
 
 
+def _contents(chosen: Mapping[str, Path]) -> dict[str, dict[str, object]]:
+    """Returns the contents of the chosen files, by group, as options that Hydra can compose."""
+    contents = {group: read_yaml(path) for group, path in chosen.items()}
+    for group in contents.keys() & set(FROM_FILES):
+        contents[group].setdefault("name", chosen[group].stem)
+    run = contents["recipe"].get("run")
+    if isinstance(run, dict) and is_of_run(chosen["recipe"]):
+        run["dir"] = None  # another run with these settings must not reuse the directory
+    contents["recipe"] = _as_option(contents["recipe"], chosen)
+    return contents
+
+
 @contextmanager
-def _in_config_store(chosen: Mapping[str, Path]) -> Iterator[None]:
+def _in_config_store(contents: Mapping[str, Mapping[str, object]], chosen: Mapping[str, Path]) -> Iterator[None]:
     """Adds the primary configuration and the chosen files to Hydra's ConfigStore during the block."""
     from hydra.core.config_store import ConfigStore
 
@@ -226,15 +282,7 @@ def _in_config_store(chosen: Mapping[str, Path]) -> Iterator[None]:
     store.store(_PRIMARY, read_yaml(builtin_recipes_dir() / "config.yaml"), package="")
     try:
         for group, path in chosen.items():
-            content = read_yaml(path)
-            if group in FROM_FILES:
-                content.setdefault("name", path.stem)
-            if group == "recipe":
-                run = content.get("run")
-                if is_of_run(path) and isinstance(run, dict):
-                    run["dir"] = None  # another run with these settings must not reuse the directory
-                content = _as_option(content, chosen)
-            store.store(_CHOSEN, content, group, package="_global_" if group == "recipe" else _package(path))
+            store.store(_CHOSEN, contents[group], group, package="_global_" if group == "recipe" else _package(path))
         yield
     finally:
         store.repo = stored
@@ -307,45 +355,31 @@ def _composition_problem(error: Exception, chosen: Mapping[str, Path], dirs: Seq
 def with_values(base: Mapping[str, object], values: Mapping[str, object], problems: list[Problem]) -> dict[str, object]:
     """Returns a tree with the command line's values applied and references to other settings resolved.
 
-    Adds a problem to `problems` for each value that cannot be set, and for each setting whose references
-    cannot be resolved; the latter settings are dropped.
+    Adds a problem to `problems` for each setting whose references cannot be resolved, and drops the setting.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    config = OmegaConf.create(_with_defaults(base))
+    tree = _with_defaults(base)
     for key, value in values.items():
-        try:
-            # A blend on the command line replaces the recipe's blend instead of adding to it.
-            merge = isinstance(value, Mapping) and key != "data.blend"
-            OmegaConf.update(config, key, value, merge=merge, force_add=True)
-        except OmegaConfBaseException as error:
-            problems.append(Problem(key, f"cannot be set: {str(error).splitlines()[0]}", value=value))
-    raw = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(raw, dict)
-    resolved: dict[str, object] = {}
-    unresolved = dict(leaves({str(name): part for name, part in raw.items()}))
-    texts = {key: f"{value}" for key, value in unresolved.items()}
-    for key, value in unresolved.items():
-        if value == _MISSING:
-            continue
-        if "${" not in texts[key]:
-            resolved[key] = value
-            continue
+        if key == "data.blend":  # on the command line, it replaces the recipe's blend instead of adding to it
+            tree = _merged(tree, tree_of({key: None}))
+        tree = _merged(tree, tree_of({key: value}))
+    resolved = {key: value for key, value in leaves(tree) if value != _MISSING}
+    texts = {key: f"{value}" for key, value in resolved.items()}
+    for key in [key for key, text in texts.items() if "${" in text]:
+        value = resolved.pop(key)
         if _resolved_length(key, texts, ()) > _LONGEST:
             reason = "its references form a cycle or expand to a text that is too long"
             problems.append(Problem(key, reason, "write the value itself", value=value))
             continue
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+
         try:
-            filled = OmegaConf.select(config, key, throw_on_resolution_failure=True)
-            if OmegaConf.is_config(filled):
-                filled = OmegaConf.to_container(filled, resolve=True)
+            filled = OmegaConf.select(OmegaConf.create(tree), key, throw_on_resolution_failure=True)
+            resolved[key] = OmegaConf.to_container(filled, resolve=True) if OmegaConf.is_config(filled) else filled
         except OmegaConfBaseException as error:
             reason = f"the reference cannot be resolved: {str(error).splitlines()[0]}"
             fix = "refer to a setting by its full key, for example ${train.seq_length}"
             problems.append(Problem(key, reason, fix, value=value))
-            continue
-        resolved[key] = filled
     return tree_of(resolved)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar, get_args, get_origin, get_type_hints
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from canzona_cli.config.changes import changes
 from canzona_cli.config.compose import compose_run
@@ -233,3 +234,16 @@ def test_a_removed_setting_says_what_to_use(key: str) -> None:
     problem = unknown_key(key, "1")
     assert (key in settings(), problem.reason, problem.fix) == (False, "no longer exists", REMOVED[key])
     assert all(setting_of(named) for named in re.findall(r"(?:write|use|set) (\w+\.\w+)", problem.fix))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("0", "8", "-3", "08", "1_0", "1.5", "-0.5", "1.", ".5", "1e-3", "1.5e3", "1E3"),
+        *("abc", "a-b", "a.b", "h100-80g", "1-2", "a_b", "-", "NaN", "inf", "True", "null"),
+    ],
+)
+def test_ordinary_values_are_read_as_by_hydra(text: str) -> None:
+    expected = OverridesParser.create().parse_override(f"k={text}").value()
+    value = parse_overrides([f"optimizer.options.x={text}"]).values["optimizer.options.x"]
+    assert (type(value), repr(value)) == (type(expected), repr(expected))

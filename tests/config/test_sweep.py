@@ -25,6 +25,14 @@ def test_the_runs_are_those_of_hydras_own_sweeper_in_its_order(arguments: tuple[
     assert [list(run.overrides) for run in combinations(arguments)] == batch
 
 
+@pytest.mark.parametrize(
+    "values", ["a,b", "64,256", "-1,0", "08,9", "qwen3-0.6b,8b", "1e-3,2e-3", "0.10,1", "True,a", "null,1", "NaN,inf,x"]
+)
+def test_plain_values_are_listed_as_by_hydra(values: str) -> None:
+    (batch,) = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides([f"recipe={values}"]), None)
+    assert [list(run.overrides) for run in combinations([f"recipe={values}"])] == batch
+
+
 def test_each_run_composes_to_its_values_and_is_called_after_them() -> None:
     runs = combinations(["recipe=qwen3-tiny", "optimizer.lr=1e-3,3e-3", "train.seed=1,2"])
     assert [run.name for run in runs] == ["lr=0.001_seed=1", "lr=0.001_seed=2", "lr=0.003_seed=1", "lr=0.003_seed=2"]

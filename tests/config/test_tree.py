@@ -9,7 +9,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.recipes import builtin_recipes_dir
+from canzona_cli.config.recipes import builtin_recipes_dir, group_options
 from canzona_cli.config.tree import compose_files, list_recipes
 from canzona_cli.core.errors import ConfigError
 
@@ -49,17 +49,29 @@ def test_hydra_forgets_a_given_file_and_writes_nothing(tmp_path: Path, monkeypat
     assert {*ConfigStore.instance().repo} == before
 
 
-@pytest.mark.parametrize("recipe", ["qwen3-tiny", "qwen3-32b"])
-def test_folders_read_within_bounds_compose_to_what_hydras_own_reader_gives(recipe: str) -> None:
+@pytest.mark.parametrize(
+    "chosen", [{}, {"optimizer": "soap", "cluster": "cpu"}, {"model": "qwen3-8b", "data": "prepared"}]
+)
+def test_files_compose_to_what_hydra_gives(chosen: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    mine = "defaults:\n  - override /model: qwen3-tiny\n  - override /engine: asc\nname: mine\ngpus: 4\n"
+    sections = (
+        "optimizer: {lrs: {soap: 0.1}, nesterov: null}\nrun: null\nmodel: {rope_scaling: {a: {b: [1, 2]}, c: 1}}\n"
+    )
+    (tmp_path / "recipe" / "mine.yaml").write_text(f"# @package _global_\n{mine}{sections}")
+    (tmp_path / "recipe" / "again.yaml").write_text(
+        "# @package _global_\ndefaults: [mine]\nname: again\nrun: {dir: a}\n"
+    )
     folder = builtin_recipes_dir()
-    with initialize_config_dir(str(folder), version_base="1.3"):
-        public = OmegaConf.to_container(compose("config", overrides=[f"recipe={recipe}"]), resolve=False)
-    for _ in range(2):  # the second time from memory
-        tree, files = compose_files({"recipe": folder / "recipe" / f"{recipe}.yaml"}, (folder,))
+    for recipe, file in group_options("recipe", (tmp_path,) if chosen else (tmp_path, folder)).items():
+        overrides = [f"hydra.searchpath=[file://{tmp_path}]", f"recipe={recipe}", *map("=".join, chosen.items())]
+        with initialize_config_dir(str(folder), version_base="1.3"):
+            public = OmegaConf.to_container(compose("config", overrides=overrides), resolve=False)
+        options = {group: folder / group / f"{name}.yaml" for group, name in chosen.items()}
+        tree, files = compose_files({"recipe": file, **options}, (tmp_path, folder))
         assert tree == public
-        assert files[-1] == folder / "recipe" / f"{recipe}.yaml"
-        tree["train"]["steps"] = -1  # type: ignore[index]
-        files.clear()
+        assert files[-1] == file
+        assert {*options.values()} <= {*files}
 
 
 def test_files_are_listed_in_their_order_of_application(tmp_path: Path) -> None:

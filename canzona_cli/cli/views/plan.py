@@ -278,9 +278,12 @@ def strategies(study: Study, screen: Screen, *, whole: bool = False) -> Iterator
     if study.setup.bucket_size_open:
         ratio += "; adamw, sc, layerwise: Megatron's bucket size"  # canzona chooses its own
     yield note(f"simulated in this layout{hardware}; optimizer: exposed time; {ratio}")
-    layerwise, sc = (study.strategies[name].tp_mode for name in ("layerwise", "sc"))
-    if layerwise is not None and {"layerwise", "sc"} & {*names}:
-        faster = f"layerwise, sc: TP mode {sc}" if layerwise == sc else f"layerwise: TP mode {layerwise}, sc: {sc}"
+    modes = {name: study.strategies[name].tp_mode for name in ("layerwise", "sc") if name in names}
+    if any(modes.values()):
+        first, *others = modes.values()
+        faster = f"{', '.join(modes)}: TP mode {first}"
+        if any(mode != first for mode in others):
+            faster = f"layerwise: TP mode {first}, sc: {others[0]}"
         yield note(f"{faster}; layer_sharded: Megatron's main branch")
 
 

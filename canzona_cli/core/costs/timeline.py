@@ -12,6 +12,7 @@ The result is deterministic: simultaneous tasks run in the order in which they w
 """
 
 import heapq
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -75,25 +76,27 @@ class _SharedResource:
     """The time up to which `served` is computed."""
     active: list[tuple[float, int]] = field(default_factory=list)
     """A heap of (value of `served` at which the task is done, task)."""
-
-    @property
-    def rate(self) -> float:
-        """The rate of each active task, as a share of the full rate."""
-        if self.cores is None:
-            return 1.0 / len(self.active)
-        return 1.0 if self.demand <= self.cores else 1.0 / (self.demand / self.cores)
+    rate: float = 1.0
+    """The rate of each active task, as a share of the full rate."""
+    next_end: float = math.inf
+    """The time at which the next active task ends, if no other task joins."""
 
     def advance(self, now: float) -> None:
+        """Serves the active tasks up to `now`."""
         if self.active:
             self.served += (now - self.at) * self.rate
         self.at = now
 
-    def join(self, index: int, seconds: float, demand: float) -> None:
-        heapq.heappush(self.active, (self.served + seconds, index))
-        self.demand += demand
-
-    def next_end(self) -> float:
-        return self.at + max(0.0, self.active[0][0] - self.served) / self.rate
+    def share(self) -> None:
+        """Divides the resource anew, after a task has joined or ended."""
+        if not self.active:
+            self.next_end = math.inf
+            return
+        if self.cores is None:
+            self.rate = 1.0 / len(self.active)
+        else:
+            self.rate = 1.0 if self.demand <= self.cores else 1.0 / (self.demand / self.cores)
+        self.next_end = self.at + max(0.0, self.active[0][0] - self.served) / self.rate
 
 
 class Timeline:
@@ -159,10 +162,21 @@ class Timeline:
             slowed_by: for each stream that is slowed down, the streams of the transfers that do so.
             share: the share of the compute units that transfers take.
         """
-        if not share:
-            return self.run()
+        return self._task_times(*self._slowed(slowed_by, share))
+
+    def ends_slowed(self, slowed_by: Mapping[Hashable, Sequence[Hashable]], share: float) -> list[float]:
+        """Returns the end of each task, as `run_slowed` does with the other times."""
+        _, _, end = self._slowed(slowed_by, share)
+        return end
+
+    def _slowed(
+        self, slowed_by: Mapping[Hashable, Sequence[Hashable]], share: float
+    ) -> tuple[_Order, list[float], list[float]]:
+        """Simulates tasks as `run_slowed` does; returns their order, and the start and the end of each."""
         order = self._order()
         start, end = self._times(order)
+        if not share:
+            return order, start, end
         # The tasks that take time, by the streams that are looked at.
         by_stream: dict[Hashable, list[int]] = {
             stream: [] for slowed, transfers in slowed_by.items() for stream in (slowed, *transfers)
@@ -177,7 +191,7 @@ class Timeline:
                 if transfers:
                     computing = [(index, start[index], end[index]) for index in by_stream[stream]]
                     self._slow_down(computing, transfers, share)
-        return self._task_times(order, *self._times(order))
+        return order, *self._times(order)
 
     def _slow_down(
         self, computing: Sequence[tuple[int, float, float]], transfers: Sequence[tuple[float, float]], share: float
@@ -275,8 +289,9 @@ class Timeline:
                 resource = resources[link] = _SharedResource(cores=cores)
             if kind == 0:
                 resource.advance(now)
-                resource.join(index, tasks[index].link_s, tasks[index].cores)
-            elif not resource.active or now < resource.next_end():
+                push(resource.active, (resource.served + tasks[index].link_s, index))
+                resource.demand += tasks[index].cores
+            elif now < resource.next_end:
                 continue  # another transfer has joined in the meantime, and a later event has the new end
             else:
                 resource.advance(now)
@@ -289,8 +304,9 @@ class Timeline:
                     missing[waiter] -= 1
                     if missing[waiter] == 0:
                         ready.append(waiter)
+            resource.share()
             if resource.active:
-                push(events, (resource.next_end(), 1, resource.active[0][1]))
+                push(events, (resource.next_end, 1, resource.active[0][1]))
         if any(missing):
             raise ValueError("tasks wait for each other in a cycle")
         return start, end

@@ -14,7 +14,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal, NamedTuple, get_args
 
-from canzona_cli.core.model.matrices import Matrix
+from canzona_cli.core.model.matrices import Matrix, Shape
 from canzona_cli.core.optimizers.facts import Algorithm, Form, Rule, Work, known_optimizers
 from canzona_cli.core.optimizers.muon_facts import MUON_AROUND, matmul_bytes
 from canzona_cli.core.phases import Phase
@@ -276,15 +276,21 @@ def rounded(seconds: float) -> float:
 def update_costs(setup: Setup, members: Sequence[Matrix]) -> tuple[float, ...]:
     """Returns the seconds of each matrix's update alone, rounded to `COST_DIGITS` significant digits. Plans
     add them up; simulations add up `update_times`, and are at most as long."""
-    return tuple(rounded(time.alone_s) for time in update_times(setup, members))
+    costs = {shape: rounded(time.alone_s) for shape, time in _times_of_shapes(setup, members).items()}
+    return tuple([costs[matrix.rows, matrix.cols] for matrix in members])
 
 
 def update_times(setup: Setup, members: Sequence[Matrix]) -> tuple[UpdateTime, ...]:
     """Returns the time of each matrix's update."""
+    times = _times_of_shapes(setup, members)
+    return tuple([times[matrix.rows, matrix.cols] for matrix in members])
+
+
+def _times_of_shapes(setup: Setup, members: Sequence[Matrix]) -> Mapping[Shape, UpdateTime]:
+    """Returns the time of an update by shape. There are few shapes, even with many thousands of experts."""
     algorithm, implemented = algorithm_of(setup), implementation(setup)
-    shapes = {matrix.shape for matrix in members}  # few, even with many thousands of experts
-    by_shape = {shape: update_time(algorithm, *shape, setup.cluster, implemented) for shape in shapes}
-    return tuple(by_shape[matrix.shape] for matrix in members)
+    shapes = {(matrix.rows, matrix.cols) for matrix in members}
+    return {shape: update_time(algorithm, *shape, setup.cluster, implemented) for shape in shapes}
 
 
 def period_seconds(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> tuple[float, ...]:

@@ -13,7 +13,7 @@ from typing import Literal
 
 from canzona_cli.core.costs.links import Transfer
 from canzona_cli.core.costs.model import stage_time, units_taken, zeroing_seconds
-from canzona_cli.core.costs.timeline import TaskTimes, Timeline
+from canzona_cli.core.costs.timeline import Timeline
 from canzona_cli.core.model.matrices import Matrix
 from canzona_cli.core.planner.chunks import STREAMS, Chunk, ChunkBuilder, GatheringOrder, Stream, merge_streams
 from canzona_cli.core.planner.plan import Bucket
@@ -103,8 +103,8 @@ class Exposure:
                 for chunk in chunks_of_module.get(place, ()):
                     arrivals.append(backward.transfer(chunk.reduce, chunk.stream, [backward.now()]))
         ends = [backward.now(), *arrivals]
-        times = backward.run(self._units)
-        return max(0.0, max(times[task].end for task in ends) - backward.computed_s)  # below 0 only by rounding
+        ended = backward.run(self._units)
+        return max(0.0, max(ended[task] for task in ends) - backward.computed_s)  # below 0 only by rounding
 
     def gathering_seconds(self, chunks: Sequence[Chunk], update_s: float) -> float:
         """Simulates the updates, and the gatherings up to the end of the first forward pass; returns the seconds that
@@ -151,7 +151,7 @@ class Exposure:
                     forward.wait(awaited)
                 forward.compute(module.forward_s, module.moves[0])
         end = forward.now()
-        return max(0.0, forward.run(self._units)[end].end - forward.computed_s)
+        return max(0.0, forward.run(self._units)[end] - forward.computed_s)
 
     def _pass_s(self, places: range, direction: Literal[0, 1]) -> float:
         """Returns the seconds of the forward (0) or backward (1) pass through the model chunk at `places`."""
@@ -195,10 +195,10 @@ class _Pass:
         """Adds a transfer; returns the task at whose end it has arrived at all ranks."""
         return self.timeline.transfer("data", stream, transfer, link=transfer.link, after=after)
 
-    def run(self, units: float) -> list[TaskTimes]:
-        """Simulates the pass; returns the times of each task. Transfers take the share `units` of the compute
+    def run(self, units: float) -> list[float]:
+        """Simulates the pass; returns the end of each task. Transfers take the share `units` of the compute
         units from computation."""
-        return self.timeline.run_slowed({"compute": STREAMS}, units)
+        return self.timeline.ends_slowed({"compute": STREAMS}, units)
 
     def _flush(self, moves: Transfer) -> None:
         self._last_task = self.timeline.add(

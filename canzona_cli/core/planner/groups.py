@@ -9,7 +9,7 @@ also bounds the bytes that a rank sends, because a rank sends 1 / tp of each mat
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from canzona_cli.core.costs.sharing import SharedCost
@@ -17,7 +17,7 @@ from canzona_cli.core.errors import ConfigError, Problem
 from canzona_cli.core.model.matrices import Matrix
 from canzona_cli.core.planner.paper import paper_groups
 from canzona_cli.core.planner.pipeline import HostedPipeline, Job
-from canzona_cli.core.planner.plan import Assignment, MicroGroup, PlanSettings
+from canzona_cli.core.planner.plan import Assignment, MicroGroup, PlanSettings, SameObject
 
 _MIB = 1 << 20
 LARGEST = 2
@@ -73,6 +73,7 @@ class Grouping:
     ) -> None:
         self._matrices, self._costs, self._settings, self._pipeline = matrices, costs, settings, pipeline
         self._cache: dict[Hashable, tuple[float, list[tuple[int, ...]]]] = {}
+        self._found: dict[SameObject[Assignment], list[tuple[int, int, float, list[Group]]]] = {}
 
     def micro_groups(self, assignment: Assignment) -> tuple[MicroGroup, ...]:
         """Returns the micro-groups of every owner in order of execution.
@@ -97,13 +98,17 @@ class Grouping:
         """Returns the update seconds of the slowest owner of all stages, as computed by `pipeline.Clock`."""
         return max(seconds for _, _, seconds, _ in self._find_all(assignment))
 
-    def _find_all(self, assignment: Assignment) -> Iterator[tuple[int, int, float, list[Group]]]:
-        """Yields each stage and owner, with the owner's update seconds and its groups."""
-        jobs = held_jobs(self._matrices, self._costs, assignment)
-        experts_s = expert_seconds(self._matrices, self._costs, assignment, self._pipeline)
-        for stage, owner in sorted(jobs.keys() | experts_s.keys()):
-            seconds, groups = self.find(jobs.get((stage, owner), []), experts_s.get((stage, owner), ()))
-            yield stage, owner, seconds, groups
+    def _find_all(self, assignment: Assignment) -> list[tuple[int, int, float, list[Group]]]:
+        """Returns each stage and owner, with the owner's update seconds and its groups."""
+        key = SameObject(assignment)
+        if key not in self._found:
+            jobs = held_jobs(self._matrices, self._costs, assignment)
+            experts_s = expert_seconds(self._matrices, self._costs, assignment, self._pipeline)
+            self._found[key] = [
+                (stage, owner, *self.find(jobs.get((stage, owner), []), experts_s.get((stage, owner), ())))
+                for stage, owner in sorted(jobs.keys() | experts_s.keys())
+            ]
+        return self._found[key]
 
     def find(self, jobs: Sequence[Job], experts_s: Sequence[float] = ()) -> tuple[float, list[Group]]:
         """Returns an owner's update seconds, as computed by `pipeline.Clock`, and its groups.

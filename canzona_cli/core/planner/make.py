@@ -7,7 +7,7 @@ assignment. Planning uses neither torch nor random numbers, and does not depend 
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -18,11 +18,12 @@ from canzona_cli.core.costs.sharing import shared_costs
 from canzona_cli.core.costs.update import algorithm_of, update_costs
 from canzona_cli.core.errors import ConfigError, DoesNotFit, Problem
 from canzona_cli.core.fields import PLAN, affecting
-from canzona_cli.core.model.matrices import Matrix
+from canzona_cli.core.model.matrices import Matrix, stage_matrices
 from canzona_cli.core.model.matrices import matrices as matrices_of
 from canzona_cli.core.model.shapes import ModelShapes
 from canzona_cli.core.planner.attempt import Attempt, Prices
 from canzona_cli.core.planner.bounds import stage_bound
+from canzona_cli.core.planner.buckets import alike_pools
 from canzona_cli.core.planner.exposure import Exposure
 from canzona_cli.core.planner.memory import plan_memory
 from canzona_cli.core.planner.paper import as_published
@@ -152,15 +153,20 @@ def _prices(setup: Setup, layout: Layout, shapes: ModelShapes | None) -> Prices:
     members = planned_matrices(setup, layout, shapes)
     costs = update_costs(setup, members)
     possible = shared_costs(setup, algorithm_of(setup), layout, members)
-    # Only a stage's own matrices are looked through for its bound: with many stages, all would take longest.
-    priced: list[tuple[list[Matrix], list[float]]] = [([], []) for _ in range(layout.pp)]
-    for matrix, cost in zip(members, costs, strict=True):
-        of_stage, costs_of_stage = priced[matrix.stage]
-        of_stage.append(matrix)
-        costs_of_stage.append(cost)
-    bounds = tuple(stage_bound(*of_stage, stage, layout, possible) for stage, of_stage in enumerate(priced))
-    pipeline = HostedPipeline.of(planning_config(setup), layout)
-    return Prices(matrices=members, costs=costs, bounds=bounds, possible=possible, pipeline=pipeline)
+    bounds: dict[Hashable, float] = {}
+    alike = alike_pools(members)
+    kinds = [tuple(first for pool, first in alike.items() if pool.stage == stage) for stage in range(layout.pp)]
+    for stage, kind in enumerate(kinds):
+        if kind not in bounds:  # most stages are alike
+            of_stage = stage_matrices(members, stage)
+            bounds[kind] = stage_bound(of_stage, [costs[m.index] for m in of_stage], stage, layout, possible)
+    return Prices(
+        matrices=members,
+        costs=costs,
+        bounds=tuple(bounds[kind] for kind in kinds),
+        possible=possible,
+        pipeline=HostedPipeline.of(planning_config(setup), layout),
+    )
 
 
 def plannable(setup: Setup, explicit: frozenset[str] = frozenset()) -> tuple[Setup, tuple[str, ...]]:

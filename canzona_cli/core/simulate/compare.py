@@ -53,7 +53,8 @@ VERSION = 3
 class SimulatedStrategy:
     """The simulation of one strategy. All strategies have the same model, layout and batch."""
 
-    result: StrategyResult
+    simulated: StrategyResult | None
+    """The simulated step; None if the strategy was left out, because it does not fit."""
     memory_bytes: int
     """The bytes on the fullest rank."""
     fits: bool
@@ -63,6 +64,11 @@ class SimulatedStrategy:
     strategies without owners, and for the entries of modes."""
     tp_mode: MuonTpMode | None = None
     """The mode of Megatron's Muon; None for strategies that do not use it, and with one TP rank."""
+
+    @property
+    def result(self) -> StrategyResult:
+        assert self.simulated is not None
+        return self.simulated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,6 +263,7 @@ def study_run(
     shapes: ModelShapes | None = None,
     baselines: Sequence[AnyStrategy] = STRATEGIES,
     tp_modes: Sequence[MuonTpMode] = get_args(MuonTpMode),
+    misfits: bool = True,
 ) -> Study:
     """Plans a run and simulates the plan and its alternatives.
 
@@ -271,6 +278,8 @@ def study_run(
         baselines: the strategies to simulate besides the run's own.
         tp_modes: the modes of Megatron's Muon in which layerwise is simulated, at least those that the supported
             Megatron can run.
+        misfits: False to leave out the simulation of a strategy that fits in no mode, as in summaries, which show
+            nothing of it.
 
     Raises:
         ConfigError: `compare` is form and the optimizer has no forms; or see `make_plan` and `simulate`.
@@ -293,7 +302,7 @@ def study_run(
             strategies[name] = _simulate_plan(simulated, layout, plans[name], memories[name], stage)
         else:
             modes = tp_modes if name == "layerwise" else RELEASED_TP_MODES
-            strategies.update(_simulate_unplanned(simulated, layout, name, modes, plan, stage, shapes))
+            strategies.update(_simulate_unplanned(simulated, layout, name, modes, plan, stage, shapes, misfits))
     return Study(
         setup=setup,
         layout=layout,
@@ -316,7 +325,7 @@ def mode_key(strategy: AnyStrategy, mode: MuonTpMode) -> str:
 
 def _simulate_plan(setup: Setup, layout: Layout, plan: Plan, memory: PlanMemory, stage: int) -> SimulatedStrategy:
     return SimulatedStrategy(
-        result=simulate_plan(setup, layout, plan),
+        simulated=simulate_plan(setup, layout, plan),
         memory_bytes=memory.total,
         fits=memory.total <= capacity(setup),
         loads=tuple(plan.loads(stage)),
@@ -331,6 +340,7 @@ def _simulate_unplanned(
     plan: Plan,
     stage: int,
     shapes: ModelShapes | None,
+    misfits: bool,
 ) -> Iterator[tuple[str, SimulatedStrategy]]:
     """Simulates a strategy without a plan; yields its entries of `Study.strategies`. Megatron's own optimizers cannot
     update gate and up apart, so they have their own matrices (`splitting_of`), as when they run.
@@ -339,20 +349,24 @@ def _simulate_unplanned(
         tp_modes: the modes to simulate if the strategy is Megatron's Muon.
         plan: the plan whose matrices the strategy updates if it can, or if they are the user's own `shapes`.
         stage: the stage of `SimulatedStrategy.loads`.
+        misfits: see `study_run`.
     """
     setup = with_strategy(setup, strategy)
+    modes: Sequence[MuonTpMode | None] = tp_modes if layout.tp > 1 and has_tp_modes(setup) else (None,)
+    runs = [setup if mode is None else with_tp_mode(setup, mode) for mode in modes]
+    memories = [estimate(run, layout).total for run in runs]
+    if not misfits and min(memories) > capacity(setup):
+        yield strategy, SimulatedStrategy(simulated=None, memory_bytes=min(memories), fits=False, loads=None)
+        return
     members = plan.matrices
     if shapes is None and strategy != "adamw" and splitting_of(setup) != setup.engine.splitting:
         members = matrices_of(setup.model, layout, splitting_of(setup))
     workload = workload_without_plan(setup, layout, strategy, members)
-    modes: Sequence[MuonTpMode | None] = tp_modes if layout.tp > 1 and has_tp_modes(setup) else (None,)
-    runs = [setup if mode is None else with_tp_mode(setup, mode) for mode in modes]
     results = simulate_tp_modes(setup, layout, workload, [run.engine.muon_tp_mode for run in runs])
     by_mode: dict[MuonTpMode | None, SimulatedStrategy] = {}
-    for mode, run, result in zip(modes, runs, results, strict=True):
-        memory_bytes = estimate(run, layout).total
+    for mode, memory_bytes, result in zip(modes, memories, results, strict=True):
         by_mode[mode] = SimulatedStrategy(
-            result=result,
+            simulated=result,
             memory_bytes=memory_bytes,
             fits=memory_bytes <= capacity(setup),
             loads=None,

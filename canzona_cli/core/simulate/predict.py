@@ -9,7 +9,7 @@ from typing import Final
 from canzona_cli.core.costs.buffers import bucket_elements
 from canzona_cli.core.costs.model import stage_time
 from canzona_cli.core.costs.padding import lay_out
-from canzona_cli.core.costs.update import rounded, update_times
+from canzona_cli.core.costs.update import update_costs, update_times
 from canzona_cli.core.host import cores
 from canzona_cli.core.model.matrices import Matrix
 from canzona_cli.core.model.matrices import matrices as matrices_of
@@ -103,7 +103,7 @@ def workload_without_plan(setup: Setup, layout: Layout, strategy: AnyStrategy, m
         return Workload(strategy=strategy)
     configured = with_strategy(setup, strategy)
     times = update_times(configured, matrices)
-    costs = tuple(rounded(time.alone_s) for time in times)
+    costs = update_costs(configured, matrices)
     workload = Workload(strategy=strategy, matrices=matrices, costs=costs, times=times)
     if strategy != "layerwise":
         return workload

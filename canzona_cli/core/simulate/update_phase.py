@@ -4,7 +4,7 @@ weight."""
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from canzona_cli.core.costs.buffers import stage_weights
 from canzona_cli.core.costs.links import Transfer
@@ -14,7 +14,7 @@ from canzona_cli.core.costs.timeline import Timeline
 from canzona_cli.core.costs.update import adamw_seconds, step_factor
 from canzona_cli.core.model.matrices import Matrix
 from canzona_cli.core.planner.groups import expert_seconds
-from canzona_cli.core.planner.plan import Assignment, Cell, MicroGroup
+from canzona_cli.core.planner.plan import Assignment, MicroGroup, SameObject
 from canzona_cli.core.setup import Execution, Layout, Setup
 from canzona_cli.core.simulate.update import RankUpdate, SharedCores, UpdateModel, Workload, pace_of
 
@@ -69,16 +69,26 @@ def at_pace(workload: Workload, assignment: Assignment) -> Workload:
     after another (`pace_of`). Shared matrices keep their costs."""
     if not any(time.host_s for time in workload.times):
         return workload
-    hosted: dict[tuple[int, Cell], list[int]] = {}
+    hosted: dict[tuple[int, int, int], list[int]] = {}
     for matrix, cell in zip(workload.matrices, assignment.cells, strict=True):
         if matrix.index not in assignment.shared_costs:
-            hosted.setdefault((matrix.stage, cell), []).append(matrix.index)
+            hosted.setdefault((matrix.stage, cell.owner, cell.host), []).append(matrix.index)
     costs = list(workload.costs)
     for members in hosted.values():
         pace = pace_of([workload.times[index] for index in members])
         for index in members:
             costs[index] *= pace
     return replace(workload, costs=costs)
+
+
+@lru_cache(maxsize=4)
+def _by_stage(key: SameObject[Sequence[Matrix]], stages: int) -> Sequence[Sequence[Matrix]]:
+    """Returns the matrices of each stage. The results are cached, because all modes of a strategy have the same
+    matrices."""
+    by_stage: list[list[Matrix]] = [[] for _ in range(stages)]
+    for matrix in key.value:
+        by_stage[matrix.stage].append(matrix)
+    return by_stage
 
 
 class UpdatePhase:
@@ -114,17 +124,9 @@ class UpdatePhase:
             max(cell.update.matrix_update_s for cell in cells if cell.team.stage == stage) for stage in stages
         ]
 
-    @cached_property
-    def _stage_matrices(self) -> Sequence[Sequence[Matrix]]:
-        """The matrices of each stage."""
-        stages: list[list[Matrix]] = [[] for _ in range(self._layout.pp)]
-        for matrix in self._workload.matrices:
-            stages[matrix.stage].append(matrix)
-        return stages
-
     def _teams(self, stage: int) -> list[Team]:
         layout, weights = self._layout, stage_weights(self._setup, self._layout, stage)
-        stage_matrices = self._stage_matrices[stage]
+        stage_matrices = _by_stage(SameObject(self._workload.matrices), layout.pp)[stage]
         if self._execution.has_owners:
             return list(self._teams_of_owners(stage, stage_matrices, math.ceil(weights.others / layout.owners)))
         if self._execution.everywhere:

@@ -347,13 +347,14 @@ def test_the_least_capacity_that_is_named_works() -> None:
 
 
 def test_planning_imports_nothing_large_that_it_does_not_need() -> None:
-    large = ("torch", "megatron", "numpy", "jinja2", "psutil", "packaging.requirements")
+    large = ("torch", "megatron", "numpy", "jinja2", "psutil", "packaging.requirements", "hydra", "omegaconf")
     unneeded = (
         *large,
         "canzona_cli.records.records",
         "canzona_cli.launch",
         "canzona_cli.bench",
         "canzona_cli.core.costs.machine",
+        "canzona_cli.config.megatron_arguments",
     )
     imports_none_of(unneeded, *SMALL, "--dry-run")
     imports_none_of(

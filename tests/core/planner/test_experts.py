@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 from canzona_cli.config.resolve import fill
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.buffers import stage_weights
+from canzona_cli.core.costs.sharing import shared_costs
+from canzona_cli.core.costs.update import algorithm_of
 from canzona_cli.core.model.matrices import Matrix, stage_matrices
 from canzona_cli.core.model.matrices import matrices as matrices_of
 from canzona_cli.core.planner.assign import assign
 from canzona_cli.core.planner.bounds import stage_bound
 from canzona_cli.core.planner.buckets import Pool, typical_pools
-from canzona_cli.core.planner.make import make_plan
+from canzona_cli.core.planner.make import make_plan, plan_unbounded
 from canzona_cli.core.planner.measures import balance
 from canzona_cli.core.planner.memory import plan_memory
 from canzona_cli.core.planner.plan import Cell, Plan, PlanSettings
@@ -266,3 +268,14 @@ def test_memory_has_the_experts_of_a_rank_whole_and_their_state_once() -> None:
     mine = [m.elements for m, c in zip(plan.matrices, plan.assignment.cells, strict=True) if number(c, mesh) == cell]
     assert memory.parts["matrix_state"] == 4 * sum(mine)
     assert sum(held) * 4 == sum(m.elements for m in plan.matrices if m.expert_rank is not None)
+
+
+@pytest.mark.parametrize("layers", [10, 16])
+def test_a_plan_has_the_bound_of_each_stage_although_it_computes_those_of_alike_stages_once(layers: int) -> None:
+    mesh = replace(layout(tp=2, pp=4, dp=4), ep=4)
+    setup = experts(mesh, layers).setup
+    plan = plan_unbounded(setup, mesh)
+    possible = shared_costs(setup, algorithm_of(setup), mesh, plan.matrices)
+    bounds = [stage_bound(plan.matrices, plan.costs, stage, mesh, possible) for stage in range(mesh.pp)]
+    assert [*plan.lower_bounds] == bounds
+    assert len({*bounds}) == (1 if layers % mesh.pp == 0 else 2)

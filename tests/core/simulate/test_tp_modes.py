@@ -1,5 +1,6 @@
 """Megatron's baselines are in the faster of the modes that the supported Megatron can run."""
 
+from dataclasses import replace
 from functools import cache, partial
 from typing import get_args
 
@@ -8,11 +9,11 @@ import pytest
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.resolve import resolve
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.core.costs.memory import estimate
+from canzona_cli.core.costs.memory import GIB, estimate
 from canzona_cli.core.setup import MuonTpMode
 from canzona_cli.core.setup.execution import RELEASED_TP_MODES, with_strategy, with_tp_mode
 from canzona_cli.core.simulate import fit
-from canzona_cli.core.simulate.compare import Study, mode_key, study_run
+from canzona_cli.core.simulate.compare import SUMMARY, Study, mode_key, study_run
 from canzona_cli.core.simulate.predict import simulate_run, simulate_strategy
 from canzona_cli.core.simulate.search import fastest_with
 
@@ -96,3 +97,24 @@ def test_the_fastest_layout_of_a_baseline_is_searched_in_every_mode() -> None:
         for mode in RELEASED_TP_MODES
     }
     assert best.iteration_s <= times["distributed"] < times["duplicated"]
+
+
+def test_only_what_fits_in_no_mode_is_left_out_of_a_summary() -> None:
+    config = compose_run(["recipe=qwen3-8b", "gpus=64", "parallel.tp=2", *SETTINGS], training=False).config
+    needs = {
+        name: min(estimate(with_tp_mode(run, mode), layout).total for mode in RELEASED_TP_MODES)
+        for setup, layout in [fit.resolve(config.setup)]
+        for name in ("layerwise", "sc")
+        for run in [with_strategy(setup, name)]
+    }
+    assert needs["layerwise"] < needs["sc"]
+    between = replace(config.setup.cluster, memory_gib=(needs["sc"] - 1) / GIB, reserved_gib=0.0, headroom_gib=0.0)
+    run = fit.resolve(replace(config.setup, cluster=between))
+    whole, summary = study_run(*run), study_run(*run, baselines=SUMMARY, misfits=False)
+    assert summary.strategies["sc"].simulated is None
+    for name, strategy in summary.strategies.items():
+        assert strategy.fits == whole.strategies[name].fits
+        assert strategy == whole.strategies[name] or not strategy.fits
+    for name in ("sc", "layerwise"):
+        assert summary.iteration_speedup(name) == whole.iteration_speedup(name)
+        assert (summary.iteration_speedup(name) is None) == (name == "sc")
