@@ -111,7 +111,7 @@ def outlook_rows(config: RunConfig, outlook: Outlook) -> Iterator[tuple[str, str
     copies, bytes_ = outlook.checkpoints_kept, outlook.checkpoint_bytes
     disk = f"{size(bytes_)} each, {copies} kept: {size(copies * bytes_)} on disk"
     rate = config.cluster.checkpoint_gb_per_s
-    seconds = "`canzona calibrate` measures how fast"
+    seconds = "how fast: canzona calibrate"
     if outlook.save_s is not None:
         seconds = f"in {duration(outlook.save_s)} at {rate:g} GB/s, measured on one machine alone"
     written = f"each machine writes about {size(outlook.host_bytes)}, from a copy in host memory"

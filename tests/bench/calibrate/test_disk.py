@@ -43,6 +43,6 @@ def test_a_dry_run_has_the_seconds_of_a_save_only_if_they_were_measured() -> Non
         forecast = outlook(config, layout, 1.0)
         text = dict(outlook_rows(config, forecast))["checkpoints"]
         assert ("at 0.5 GB/s, measured on one machine alone" in text) == bool(given)
-        assert ("`canzona calibrate` measures how fast" in text) != bool(given)
+        assert ("how fast: canzona calibrate" in text) != bool(given)
         expected = forecast.checkpoint_bytes / 2 / 0.5e9 if given else None
         assert forecast.save_s == (None if expected is None else pytest.approx(expected))
