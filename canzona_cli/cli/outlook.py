@@ -29,6 +29,9 @@ class Outlook:
     host_bytes: int
     """The mean host memory per node, in bytes, that holds the ranks' copies of state for saves, from the first
     save on."""
+    save_s: float | None
+    """The seconds in which every machine writes its part of a checkpoint, if the file system serves all machines at
+    once; None if the profile does not have the measured rate."""
 
 
 def outlook(config: RunConfig, layout: Layout, iteration_s: float) -> Outlook:
@@ -38,6 +41,7 @@ def outlook(config: RunConfig, layout: Layout, iteration_s: float) -> Outlook:
     per_gpu = tokens_per_s / layout.world_size
     training_s = samples_needed(train, layout.global_batch_size) / layout.global_batch_size * iteration_s
     saved_bytes = checkpoint_bytes(setup)
+    rate = setup.cluster.checkpoint_gb_per_s
     machines = setup.cluster.nodes or -(-layout.world_size // setup.cluster.gpus_per_node)
     return Outlook(
         tokens_per_s=tokens_per_s,
@@ -48,4 +52,5 @@ def outlook(config: RunConfig, layout: Layout, iteration_s: float) -> Outlook:
         checkpoint_bytes=saved_bytes,
         checkpoints_kept=checkpoint.keep + (train.steps // checkpoint.keep_every if checkpoint.keep_every else 0),
         host_bytes=round(saved_bytes / machines),
+        save_s=None if rate is None else saved_bytes / machines / rate / 1e9,
     )

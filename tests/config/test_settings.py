@@ -192,6 +192,7 @@ def test_a_name_of_another_program_is_answered_with_a_setting_that_exists(name: 
     [
         ("gradient_accumulation_steps", "train.global_batch_size"),
         ("lora.rank", "does not have LoRA"),
+        ("rampup_batch_size", "train.batch_rampup=[[SEQUENCES,STEPS],...]"),
         ("mtp_num_layers", "canzona does not have this"),
         ("train.tokens", "train.steps=N"),
         ("bf16", "train.precision=bf16"),

@@ -70,6 +70,8 @@ def test_a_calibrations_profile_predicts_what_it_measured(tmp_path: Path, monkey
     assert again.config.cluster == found.profile
     assert not profile_mismatches(found.profile)
     assert found.logs is None
+    assert found.profile.checkpoint_gb_per_s is not None
+    assert found.profile.measured_on["checkpoints_in"] == str(Path("runs").absolute())
 
 
 def test_collectives_are_measured_in_every_group_and_members_agree() -> None:

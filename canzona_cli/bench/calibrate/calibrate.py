@@ -19,6 +19,7 @@ from pathlib import Path
 
 import yaml
 
+from canzona_cli.bench.calibrate.disk import checkpoint_rate
 from canzona_cli.bench.calibrate.profile import (
     FULL,
     Effort,
@@ -30,6 +31,7 @@ from canzona_cli.bench.calibrate.profile import (
     profile_of,
     read_record,
     shorten,
+    significant,
 )
 from canzona_cli.bench.results import BenchResult
 from canzona_cli.bench.session import Say, prepare, run
@@ -41,6 +43,7 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.machine import machine_facts
 from canzona_cli.core.errors import CanzonaError, ConfigError, ExitCode, Problem, write_error
 from canzona_cli.core.host import cores
+from canzona_cli.core.reading import expanded
 from canzona_cli.core.setup import ClusterConfig, Layout
 from canzona_cli.core.setup.execution import AnyStrategy
 from canzona_cli.core.writing import write_text_atomic
@@ -166,18 +169,22 @@ def calibrate(
     finally:
         if not keep_logs:
             shutil.rmtree(files.root, ignore_errors=True)
+    runs = expanded(config.run.root).absolute()
+    rate = None if outcome.exit_code else checkpoint_rate(runs, config.gpus)
     seconds = time.time() - started
     facts = {
         **machine_facts(config.cluster.device),
+        **({} if rate is None else {"checkpoints_in": str(runs)}),
         "ranks": config.gpus,
         "date": time.strftime("%Y-%m-%d", time.localtime(started)),
         "seconds": round(seconds, 1),
         "load": round(load, 2),
         "base": config.cluster.name,
     }
+    profile = profile_of(config, layout, record, name=name, facts=facts)
     return Calibration(
         base=config.cluster,
-        profile=profile_of(config, layout, record, name=name, facts=facts),
+        profile=replace(profile, checkpoint_gb_per_s=None if rate is None else significant(rate)),
         record=record,
         outcome=outcome,
         seconds=seconds,

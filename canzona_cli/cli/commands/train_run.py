@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 
 import typer
@@ -51,9 +52,10 @@ from canzona_cli.launch.supervisor import Supervision
 from canzona_cli.launch.torchrun import LaunchCommand
 from canzona_cli.launch.view import TrainView
 from canzona_cli.records.breakdown import load_breakdown
-from canzona_cli.records.codec import load_if_valid
+from canzona_cli.records.codec import JsonLines, load_if_valid
 from canzona_cli.records.corpus import PreparedCorpus, data_warnings, read_corpus
 from canzona_cli.records.files import RunFiles
+from canzona_cli.records.records import CheckpointEvent, describe, event_of
 from canzona_cli.records.summary import load_summary
 
 
@@ -173,9 +175,19 @@ def _show_dry_run(job: _Job, present: Callable[[DryRun], None], *, show_config: 
     checkpoint = choose_resumption(config, layout)
     if checkpoint is not None:
         progress(f"note: without --dry-run, the run would {checkpoint.words}")
+        if (save := _last_save(config)) is not None and (told := describe(save)) is not None:
+            progress(f"note: this run {told.text}")
         _print_differences(checkpoint)
         known = corpus or _earlier_corpus(config)
         warn([] if known is None else data_changes(checkpoint, config, layout, known))
+
+
+def _last_save(config: RunConfig) -> CheckpointEvent | None:
+    """Returns the record of the last save in the run directory; None if there is none."""
+    if config.run.dir is None:
+        return None
+    events = map(event_of, JsonLines(RunFiles(Path(config.run.dir)).events).read())
+    return max((event for event in events if isinstance(event, CheckpointEvent)), key=attrgetter("step"), default=None)
 
 
 def _check_tokenizer(checkpoint: Resumption | None, config: RunConfig, corpus: PreparedCorpus | None) -> None:

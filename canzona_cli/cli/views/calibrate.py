@@ -76,6 +76,8 @@ class CalibrationView(Page):
                 if table.row_count:
                     yield table
                     yield Text()
+        if (rate := calibration.profile.checkpoint_gb_per_s) is not None:
+            yield Text(f"checkpoints in {calibration.profile.measured_on['checkpoints_in']}: {rate:.2g} GB/s")
         yield Text(f"took {calibration.seconds:.0f} s, load average {calibration.load:.1f} at the start")
         for skipped in calibration.record.skipped:
             yield paragraph(skipped, first="not measured, left to the cost model: ", rest="  ")

@@ -110,7 +110,12 @@ def outlook_rows(config: RunConfig, outlook: Outlook) -> Iterator[tuple[str, str
         yield "training", f"{steps}; run `canzona calibrate` to get a time estimate for this machine"
     copies, bytes_ = outlook.checkpoints_kept, outlook.checkpoint_bytes
     disk = f"{size(bytes_)} each, {copies} kept: {size(copies * bytes_)} on disk"
-    yield "checkpoints", f"{disk}; each machine writes about {size(outlook.host_bytes)}, from a copy in host memory"
+    rate = config.cluster.checkpoint_gb_per_s
+    seconds = "how fast: canzona calibrate"
+    if outlook.save_s is not None:
+        seconds = f"in {duration(outlook.save_s)} at {rate:g} GB/s, measured on one machine alone"
+    written = f"each machine writes about {size(outlook.host_bytes)}, from a copy in host memory"
+    yield "checkpoints", f"{disk}; {written} ({seconds})"
 
 
 def fast_path_rows(paths: FastPaths, result_s: tuple[float, float] | None) -> Iterator[tuple[str, str]]:

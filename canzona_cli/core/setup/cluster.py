@@ -205,6 +205,13 @@ class ClusterConfig(HashedOnce):
         "complete steps, relative to the sum of the phase's parts; megatron/PHASE for Megatron's own strategies.",
         NOTHING,
     ] = field(default_factory=dict, hash=False)
+    checkpoint_gb_per_s: Annotated[
+        Positive | None,
+        "Measured rate at which the ranks of one machine together write a checkpoint while no other machine does; null:"
+        " not measured, so that dry runs do not say how long a save takes.",
+        Example("1.5"),
+        NOTHING,
+    ] = None
     measured_on: Annotated[
         dict[str, str | int | Finite],
         "The machine that `canzona calibrate` measured, and the date; empty for a profile written by hand. not_measured"

@@ -57,7 +57,9 @@ def test_a_dry_run_says_what_the_run_comes_to(large: subprocess.CompletedProcess
     assert 3600 * int(days[1]) + 60 * int(days[2]) == pytest.approx(1e4 * (1 << 20) / (total * 1e3), rel=0.01)
     # 31.2 B elements in matrices with master and momentum, 1.56 B of embedding and output with two moments.
     assert "checkpoints 250 GiB each, 3 kept: 750 GiB" in text
-    assert "each machine writes about 7.8 GiB, from a copy in host memory" in text, "a 32nd"
+    assert "each machine writes about 7.8 GiB, from a copy in host memory (how fast: canzona calibrate)" in text, (
+        "a 32nd"
+    )
     assert "epochs about 3,616" in text
 
 
