@@ -14,7 +14,7 @@ LARGE = ("plan", "recipe=qwen3-32b", "gpus=256")
 SMALL = ("plan", "recipe=tiny", "gpus=8", "parallel.tp=2")
 LITTLE_TO_SEARCH = ("train.micro_batch_size=1", "train.recompute=full")
 EVERY_SIZE = ("gpus=8", "optimizer=soap", *LITTLE_TO_SEARCH)
-"""The settings for every size: a search result is remembered from one test to the next."""
+"""The settings with which a plan is made for every size."""
 ONE_LAYOUT = ("parallel.tp=2", "parallel.pp=16", "parallel.vpp=1", "parallel.cp=1", *LITTLE_TO_SEARCH)
 SHAPES = """
 name: my model
