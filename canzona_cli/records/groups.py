@@ -113,8 +113,8 @@ class Group:
 
     @property
     def edges(self) -> Mapping[str, Edge]:
-        """The rates whose best value is the lowest or the highest of several: the optimum may be beyond it. A rate whose
-        runs have not come to the common step says nothing yet."""
+        """The rates whose best value is the lowest or the highest of several: the optimum may be beyond it. A rate
+        whose runs have not come to the common step says nothing yet."""
         known = [trial for trial in self.trials if trial.losses or any(run.status in FAILURES for run in trial.runs)]
         edges: dict[str, Edge] = {}
         for key, value in {} if self.best is None else self.best.rates.items():
