@@ -79,12 +79,6 @@ class Trained:
     def final(self) -> float:
         return self.validation[-1][1]
 
-    def steps_to(self, loss: float) -> float:
-        """Returns the step at which the validation loss first fell to `loss`, interpolated between validations, or
-        the last step if it never did."""
-        step = first_step_at(self.validation, loss)
-        return self.steps if step is None else step
-
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
@@ -145,6 +139,13 @@ def read(run_dir: Path) -> Trained | None:
 
 def lowest(runs: Sequence[Trained]) -> Trained:
     return min(runs, key=lambda run: run.final)
+
+
+def mean_curve(runs: Sequence[Trained]) -> list[tuple[int, float]]:
+    """Returns the (step, loss) pairs of runs with the same validations: the mean of their losses."""
+    return [
+        (pairs[0][0], fmean(loss for _, loss in pairs)) for pairs in zip(*(run.validation for run in runs), strict=True)
+    ]
 
 
 def of(optimizer: str, runs: Sequence[Trained]) -> list[Trained]:
@@ -264,8 +265,7 @@ def seeds_table(found: Evidence) -> Table:
         edge = "!" * (rate in (min(tried), max(tried)))
         at_edge |= bool(edge)
         spread = "" if loss.spread is None else f" ± {loss.spread:.3f}"
-        paired = [(run, best[reference][seed].final) for seed, run in best[name].items() if seed in best[reference]]
-        steps = fmean(run.steps_to(target) for run, target in paired) if paired else None
+        steps = first_step_at(mean_curve([*runs]), fmean(losses[reference].values()))
         tokens = None if steps is None else steps * found.tokens_per_step
         cells = (
             f"{len(runs)}",
@@ -278,7 +278,8 @@ def seeds_table(found: Evidence) -> Table:
     caption = (
         f"Each optimizer at its best rates: the mean validation loss after {found.lr[0].steps} steps ± its standard "
         "deviation over seeds; how much higher that is than the first row's with the same seeds (p by paired t-tests, "
-        f"adjusted by Holm's method); and steps and tokens until the validation loss that `{reference}` has at the end."
+        "adjusted by Holm's method); and steps and tokens until the mean validation loss falls to that of "
+        f"`{reference}` at the end."
     )
     if at_edge:
         caption += " `!`: the lowest or highest rate tried."

@@ -113,10 +113,12 @@ class Group:
 
     @property
     def edges(self) -> Mapping[str, Edge]:
-        """The rates whose best value is the lowest or the highest of several: the optimum may be beyond it."""
+        """The rates whose best value is the lowest or the highest of several: the optimum may be beyond it. A rate
+        whose runs have not come to the common step says nothing yet."""
+        known = [trial for trial in self.trials if trial.losses or any(run.status in FAILURES for run in trial.runs)]
         edges: dict[str, Edge] = {}
         for key, value in {} if self.best is None else self.best.rates.items():
-            tried = self.tried(key)
+            tried = sorted({trial.rates[key] for trial in known})
             if len(tried) > 1 and value in (tried[0], tried[-1]):
                 edges[key] = "lowest" if value == tried[0] else "highest"
         return edges

@@ -114,6 +114,13 @@ def test_rates_are_compared_on_the_seeds_that_all_of_them_have(tmp_path: Path) -
     assert not ranking.lines[0].unequal_seeds
 
 
+def test_a_rate_whose_runs_are_behind_does_not_make_the_best_one_safe(tmp_path: Path) -> None:
+    add_sweep(tmp_path, {("muon", 0.01): {1: 2.0}, ("muon", 0.02): {1: 2.1}, ("soap", 0.01): {1: 3.0}})
+    add_run(tmp_path / "behind", configured(lr=0.005), {0: 6.0, 40: 3.0}, status="preempted")
+    muon = ranked(tmp_path).lines[0]
+    assert (muon.tried(LR), muon.edges) == ([0.005, 0.01, 0.02], {LR: "lowest"})
+
+
 def test_rates_without_a_common_seed_are_compared_by_their_means(tmp_path: Path) -> None:
     ranking = ranked(
         add_sweep(tmp_path, {("muon", 0.01): {1: 2.0}, ("muon", 0.02): {2: 1.9}, ("soap", 0.01): {1: 3.0}})

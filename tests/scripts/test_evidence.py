@@ -117,11 +117,9 @@ def test_what_is_read_of_a_run(tmp_path: Path) -> None:
     assert evidence.read(tmp_path) is None, "it has not finished"
 
 
-def test_the_step_of_a_loss_is_interpolated() -> None:
-    steps, losses = zip(*RUN.validation, strict=True)
-    for loss in (4.9, 3.0, 2.6, 2.5):
-        assert RUN.steps_to(loss) == pytest.approx(np.interp(-loss, -np.array(losses), steps))
-    assert RUN.steps_to(2.0) == 40, "it never fell so far"
+def test_the_mean_curve_is_that_of_the_losses_at_each_validation() -> None:
+    other = replace(RUN, seed=2, validation=((0, 6.0), (20, 3.5), (40, 2.0)))
+    assert evidence.mean_curve([RUN, other]) == [(0, 5.5), (20, 3.25), (40, 2.25)]
 
 
 def test_an_interrupted_comparison_says_what_it_has() -> None:
@@ -135,6 +133,7 @@ def test_an_interrupted_comparison_says_what_it_has() -> None:
         ["`muon`", "0.01!", "2", "2.400 ± 0.000", "-"],
         ["`soap`", "0.001!", "1", "2.600", "0.200"],
     ]
+    assert [row[5] for row in table.rows] == [f"{np.interp(-2.6, [-5.0, -2.4], [0, 40]):.0f}", "40"]
     assert [row[0] for row in evidence.lr_table(found).rows] == ["`muon`", "`soap`"]
 
 
