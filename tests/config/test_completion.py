@@ -8,7 +8,7 @@ from canzona_cli.config.completion import complete_override, joined_words
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
-        ("recipe=qwen3-1", ["recipe=qwen3-1.7b", "recipe=qwen3-14b"]),
+        ("recipe=qwen3-1", ["recipe=qwen3-1.7b", "recipe=qwen3-12m", "recipe=qwen3-14b"]),
         ("optimizer=s", ["optimizer=shampoo", "optimizer=soap"]),
         ("cluster=h", ["cluster=h100-80g", "cluster=h200"]),
         ("engine.strategy=l", ["engine.strategy=layerwise"]),
