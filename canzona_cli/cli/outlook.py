@@ -6,7 +6,6 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.memory import checkpoint_bytes
 from canzona_cli.core.model.families import flops_per_token
 from canzona_cli.core.setup import Layout
-from canzona_cli.records.corpus import samples_needed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +38,7 @@ def outlook(config: RunConfig, layout: Layout, iteration_s: float) -> Outlook:
     setup, train, checkpoint = config.setup, config.train, config.checkpoint
     tokens_per_s = layout.global_batch_size * train.seq_length / iteration_s
     per_gpu = tokens_per_s / layout.world_size
-    training_s = samples_needed(train, layout.global_batch_size) / layout.global_batch_size * iteration_s
+    training_s = train.sequences(layout.global_batch_size, 1, train.steps) / layout.global_batch_size * iteration_s
     saved_bytes = checkpoint_bytes(setup)
     rate = setup.cluster.checkpoint_gb_per_s
     machines = setup.cluster.nodes or -(-layout.world_size // setup.cluster.gpus_per_node)

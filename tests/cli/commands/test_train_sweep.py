@@ -50,7 +50,8 @@ def test_each_run_has_its_turn_whatever_became_of_the_others_and_the_sweep_goes_
     assert len(lines) == 4, "a line for each run"
     assert "layout" not in done.stdout
     table = " ".join(done.stdout.partition("training loss")[2].split())
-    assert "all runs 2.3333 1.5275 3" in table, "the mean of the seeds 1, 2 and 4"
+    assert "all runs 2.3333 1.5275" in table, "the mean of the seeds 1, 2 and 4"
+    assert "standard deviation over 3 seeds" in table
     assert "1 run in no mean: seed=3 (failed, step 1)" in table
     assert f"canzona report --compare '{root}'" in said
 
