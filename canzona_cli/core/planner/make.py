@@ -59,6 +59,7 @@ def subject(setup: Setup, layout: Layout, shapes: ModelShapes | None = None) -> 
                 "micro_batch_size": setup.train.micro_batch_size,
                 "recompute": setup.train.recompute,
                 **({} if setup.train.fp8 == "none" else {"fp8": setup.train.fp8}),
+                **({"averaged": True} if setup.train.ema else {}),
             }
         ),
         profile=MappingProxyType(
