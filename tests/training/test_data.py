@@ -47,7 +47,7 @@ def test_the_ranks_of_a_step_read_exactly_the_samples_of_its_global_batch(
     """Batch `b` is samples `[b * G, (b + 1) * G)`, each once, for every dp and every micro-batch size; starting
     later continues the same sequence."""
     size = dp * micro_batch_size * micro_batches
-    total = batches * size + left_over % size
+    total = batches * size + left_over % (dp * micro_batch_size)  # a rest that no batch can have
     ranks = layout(dp=dp, micro=micro_batch_size, count=micro_batches)
     by_rank = [read(ranks, rank, first=first_batch * size, samples=total) for rank in range(dp)]
     expected_batches = range(first_batch, batches)
