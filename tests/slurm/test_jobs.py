@@ -31,7 +31,7 @@ def environment(corpus_cache: Path) -> dict[str, str]:
 
 def submit(slurm: Slurm, here: Path, environment: dict[str, str], *arguments: str) -> str:
     """`canzona slurm --submit`; the job's number."""
-    done = slurm.command(str(CANZONA), "slurm", "--submit", "--time=5", *arguments, cwd=here, environment=environment)
+    done = slurm.command(str(CANZONA), "slurm", "--submit", "--time=15", *arguments, cwd=here, environment=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.split("\n", 1)[0].removeprefix("job").strip().split(",")[0]
 
@@ -42,7 +42,7 @@ def test_the_bare_script_and_canzona_slurm_are_the_same_job_and_train_on_both_no
     steps = ("train.steps=3", "checkpoint.at_end=false")
     script = str(REPOSITORY / "scripts" / "train.sbatch")
     bare = slurm.command(
-        *("sbatch", "--parsable", "--time=5", "--nodes=2", script, *SMALL, *steps), cwd=here, environment=environment
+        *("sbatch", "--parsable", "--time=15", "--nodes=2", script, *SMALL, *steps), cwd=here, environment=environment
     )
     assert bare.returncode == 0, bare.stderr
     number_of_bare = bare.stdout.strip()
