@@ -41,7 +41,7 @@ def outlook(config: RunConfig, layout: Layout, iteration_s: float) -> Outlook:
     training_s = train.sequences(layout.global_batch_size, 1, train.steps) / layout.global_batch_size * iteration_s
     saved_bytes = checkpoint_bytes(setup)
     rate = setup.cluster.checkpoint_gb_per_s
-    machines = setup.cluster.nodes or -(-layout.world_size // setup.cluster.gpus_per_node)
+    machine_bytes = saved_bytes / (setup.cluster.nodes or -(-layout.world_size // setup.cluster.gpus_per_node))
     return Outlook(
         tokens_per_s=tokens_per_s,
         tokens_per_s_per_gpu=per_gpu,
@@ -50,6 +50,6 @@ def outlook(config: RunConfig, layout: Layout, iteration_s: float) -> Outlook:
         gpu_hours=layout.world_size * training_s / 3600,
         checkpoint_bytes=saved_bytes,
         checkpoints_kept=checkpoint.keep + (train.steps // checkpoint.keep_every if checkpoint.keep_every else 0),
-        host_bytes=round(saved_bytes / machines),
-        save_s=None if rate is None else saved_bytes / machines / rate / 1e9,
+        host_bytes=round(machine_bytes),
+        save_s=None if rate is None else machine_bytes / rate / 1e9,
     )
