@@ -19,7 +19,7 @@ from canzona_cli.config.settings import override_text
 from canzona_cli.core.costs.memory import estimate
 from canzona_cli.core.errors import ConfigError, Problem
 from canzona_cli.core.reading import LARGEST_YAML, Damaged, Unreadable, parse, parse_yaml, read_plain
-from canzona_cli.core.setup import ClusterConfig, Dispatcher, Layout
+from canzona_cli.core.setup import ClusterConfig, Dispatcher, Fp8Recipe, Layout
 from canzona_cli.core.simulate.predict import simulate_run
 from canzona_cli.core.simulate.search import candidates
 
@@ -68,6 +68,8 @@ class Series:
     """The sequences per step and GPU; null if `global_batch_size` is set."""
     global_batch_size: int | None = None
     precision: Precision
+    fp8_recipe: Fp8Recipe = "delayed"
+    """Transformer Engine's recipe, if `precision` is fp8."""
     cluster: dict[str, bool | float] = field(default_factory=dict)
     """The cluster settings in which the run differed from the profile, according to its published
     description."""
@@ -212,7 +214,7 @@ def run_of(series: Series, shape: Shape, gpus: int) -> tuple[RunConfig, Layout]:
         "train.seq_length": series.seq_length,
         "train.recompute": series.recompute,
         "train.grad_reduce_dtype": "bf16",
-        "train.fp8": "delayed" if series.precision == "fp8" else "none",
+        "train.fp8": series.fp8_recipe if series.precision == "fp8" else "none",
         **{f"model.{name}": value for name, value in shape.settings.items()},
         **{f"cluster.{name}": value for name, value in series.cluster.items()},
     }

@@ -45,7 +45,7 @@ def optimizer_rows() -> tuple[PricedRow, ...]:
 
 
 def test_layouts_are_predicted_within_the_stated_errors() -> None:
-    """The README's figures, of series to which nothing was fitted: MAPE 3.2%, from -4.9% to +2.7%, steps from -5.3%."""
+    """The README's figures, of series to which nothing was fitted: MAPE 2.5%, from -3.7% to +2.7%, steps from -4.1%."""
     counted = counted_series(compared())
     assert {one.series.model for one in counted} == {"llama3.1-8b", "llama3.1-70b", "qwen3-8b"}
     assert sum(len(one.rows) for one in counted) == 19
@@ -55,11 +55,12 @@ def test_layouts_are_predicted_within_the_stated_errors() -> None:
 
 
 def test_series_that_were_fitted_are_apart_from_the_others() -> None:
-    """The manual's figures: MAPE 2.4% of dense models, 1.1% of models with experts. The numbers were fitted before a
-    ring of context parallelism paid for adding up its slices, which made a fitted series longer by 1.3%."""
+    """The manual's figures: MAPE 2.7% of dense models, 1.1% of models with experts. The numbers were fitted before a
+    ring of context parallelism paid for adding up its slices, which made a fitted series longer by 1.3%, and before
+    collectives of the backward pass were overlapped, which made the other one shorter by 0.5%."""
     dense, experts = (counted_series(compared(), fitted=True, experts=experts) for experts in (False, True))
     assert {one.series.model for one in dense} == {"llama3.1-8b", "nemotron4-15b"}
-    assert mean_absolute_error(dense) < 0.025
+    assert mean_absolute_error(dense) == pytest.approx(0.027, abs=0.0005)
     assert {one.series.model for one in experts} == {"qwen3-30b-a3b"}
     assert len(experts) == 3
     assert max(abs(one.error) for one in experts) < 0.02
@@ -67,13 +68,18 @@ def test_series_that_were_fitted_are_apart_from_the_others() -> None:
 
 
 def test_steps_in_fp8_are_predicted_within_the_stated_errors() -> None:
-    """The manual's figures: MAPE 3.8%, from -5.6% to +5.4%, steps from -8.0%."""
-    counted = counted_series(compared(), precision="fp8")
-    assert {one.series.model for one in counted} == {"llama3.1-8b", "llama3.1-70b", "nemotron4-15b"}
-    assert sum(len(one.rows) for one in counted) == 19
-    assert mean_absolute_error(counted) < 0.04
-    assert max(abs(one.error) for one in counted) < 0.06
-    assert max(abs(row.error) for one in counted for row in one.rows) < 0.085
+    """The manual's figures. With which in sight the sustained rate was chosen: MAPE 3.8%, from -5.7% to +5.4%, steps
+    from -8.1%; the others: MAPE 4.7%, from -7.4% to +7.9%."""
+    chosen, others = (counted_series(compared(), precision="fp8", fitted=fitted) for fitted in (True, False))
+    assert {one.series.model for one in chosen} == {"llama3.1-8b", "llama3.1-70b", "nemotron4-15b"}
+    assert sum(len(one.rows) for one in chosen) == 19
+    assert mean_absolute_error(chosen) < 0.04
+    assert max(abs(one.error) for one in chosen) < 0.06
+    assert max(abs(row.error) for one in chosen for row in one.rows) < 0.085
+    assert {one.series.model for one in others} == {"llama3.1-70b", "llama3.1-405b"}
+    assert len(others) == 12
+    assert mean_absolute_error(others) < 0.05
+    assert max(abs(one.error) for one in others) < 0.08
 
 
 def test_kernels_and_steps_of_optimizers_are_predicted_within_the_stated_errors() -> None:
@@ -100,8 +106,8 @@ def test_an_optimizer_that_decomposes_one_matrix_after_another_takes_the_latency
 
 
 def test_predictions_that_were_committed_before_a_step_was_read_stay_as_they_were() -> None:
-    """The manual's errors of Qwen3-235B-A22B: only one of three is small. The simulation is within 1.5% of the
-    prediction."""
+    """The manual's errors of Qwen3-235B-A22B: only one of three is small. The simulation is within 2.1% of the
+    prediction, which was made when no collective of the backward pass was overlapped."""
     held_back = [one for one in compared() if one.series.model == "qwen3-235b-a22b"]
     errors = []
     for one in held_back:
@@ -112,7 +118,7 @@ def test_predictions_that_were_committed_before_a_step_was_read_stay_as_they_wer
             for committed in PREDICTIONS
             if [*committed.values()][: len(mesh)] == mesh
         ]
-        assert row.predicted_s == pytest.approx(seconds, rel=0.016)
+        assert row.predicted_s == pytest.approx(seconds, rel=0.021)
         errors.append(round(100 * (seconds / row.measured_s - 1), 1))
     assert errors == [1.7, -15.3, -32.4]
 
@@ -144,14 +150,13 @@ def test_no_layout_that_ran_is_refused() -> None:
         assert estimate(run[0].setup, run[1]).fits, run[1]
 
 
-def test_the_only_two_layouts_of_a_model_are_predicted_to_be_equally_fast() -> None:
-    """They are not in the right order, because one of them ran without sequence parallelism: it took 3% less time, and
-    is predicted to take 0.2% more."""
+def test_the_only_two_layouts_of_a_model_are_predicted_in_the_right_order() -> None:
+    """TP 4 took 3% less time than PP 4, and is predicted to take 5% less."""
     [(a, b, right)] = compare_orders(compared())
-    assert not right
-    assert b.rows[0].predicted_s == pytest.approx(a.rows[0].predicted_s, rel=0.005)
-    longer = replace(a, rows=(replace(a.rows[0], predicted_s=2 * b.rows[0].predicted_s),))
-    assert [right for *_, right in compare_orders([longer, b])] == [True]
+    assert right
+    assert b.rows[0].predicted_s == pytest.approx(0.949 * a.rows[0].predicted_s, rel=0.002)
+    faster = replace(a, rows=(replace(a.rows[0], predicted_s=0.5 * b.rows[0].predicted_s),))
+    assert [right for *_, right in compare_orders([faster, b])] == [False]
 
 
 def test_layouts_are_compared_within_one_publication() -> None:
@@ -175,7 +180,7 @@ def test_rows_are_predicted_as_they_were_run() -> None:
 
 def test_the_page_has_a_dot_for_every_step() -> None:
     page = published_page(compared(), optimizer_rows(), {"MAPE": 0.027}).text()
-    assert page.count("<circle") == sum(len(one.rows) for one in compared()) == 62
+    assert page.count("<circle") == sum(len(one.rows) for one in compared()) == 74
     assert "MAPE 2.7%" in page
     assert all(row.name in page for row in optimizer_rows())
 

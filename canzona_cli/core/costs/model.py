@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from canzona_cli.core.costs.buffers import stage_weights, stream_elements
 from canzona_cli.core.costs.links import Groups, Links, Transfer
-from canzona_cli.core.costs.modules import Module, ModuleTimes
+from canzona_cli.core.costs.modules import CAST_BYTES, Module, ModuleTimes
 from canzona_cli.core.costs.update import adamw_seconds, memory_rate, step_factor
 from canzona_cli.core.setup import Layout, Setup
 from canzona_cli.core.setup.stages import chunk_layers
@@ -184,15 +184,18 @@ def units_taken(setup: Setup, layout: Layout) -> float:
     return cluster.collective_units * ports
 
 
-def zeroing_seconds(setup: Setup, layout: Layout, stage: int, padding: int = 0) -> float:
-    """Returns the seconds that it takes to zero a stage's gradient buffers, before the first forward pass.
+def preparation_seconds(setup: Setup, layout: Layout, stage: int, padding: int = 0) -> float:
+    """Returns the seconds that it takes, once in a step, to zero a stage's gradient buffers and to cast its weights to
+    FP8.
 
     Args:
         padding: the elements of padding in the buffers.
     """
     weights = stage_weights(setup, layout, stage)
-    elements = weights.matrices + weights.others + padding
-    return elements * setup.train.gradient_bytes / memory_rate(setup.cluster)
+    moved = (weights.matrices + weights.others + padding) * setup.train.gradient_bytes
+    if setup.train.fp8 != "none":
+        moved += weights.matrices * CAST_BYTES[setup.train.fp8]
+    return moved / memory_rate(setup.cluster)
 
 
 NORM_BYTES, CLIP_BYTES = 4, 8

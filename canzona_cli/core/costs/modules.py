@@ -194,8 +194,8 @@ class ModuleTimes:
         if dispatched:
             transfer = transfer_back = dispatch(config, layout)
         else:
-            transfer = self._exposed_exchange(products_s).followed_by(gather)
-            transfer_back = self._exposed_exchange(2 * products_s).followed_by(scatter)
+            exposed, exposed_back = self._exposed_exchanges(work, products_s)
+            transfer, transfer_back = exposed.followed_by(gather), exposed_back.followed_by(scatter)
         moved_again = {"none": Transfer(), "selective": gather, "full": transfer}[layout.recompute]
         return Module(
             part=work.part,
@@ -208,19 +208,45 @@ class ModuleTimes:
             dispatched=dispatched,
         )
 
-    def _exposed_exchange(self, matmul_s: float) -> Transfer:
-        """Returns a tensor-parallel collective, reduced to the time that it adds to a matmul of `matmul_s`
-        seconds.
+    def _exposed_exchanges(self, work: Work, matmul_s: float) -> tuple[Transfer, Transfer]:
+        """Returns the tensor-parallel collectives of a module's forward and backward pass, reduced to the time that
+        they add to its matmuls.
 
-        With `cluster.tp_overlap`, the collective and the matmul are cut into as many pieces as the group has
-        ranks, and one piece is multiplied while the next is communicated. One piece of the collective
-        therefore does not overlap. The other pieces slow the matmul down by `collective_units` of their time.
+        In the backward pass of qkv and fc1, Megatron starts collectives before a matmul that does not need them
+        (`LinearWithGradAccumulationAndAsyncCommunication`; Transformer Engine's layers do the same). With sequence
+        parallelism, it gathers the input again under the matmul of the input's gradient, and scatters that gradient
+        under the matmul of the weight's gradient; without, it sums the former under the latter. CPU ranks gain
+        nothing, because they share cores.
+
+        Args:
+            matmul_s: the seconds of the forward pass's matmul. Each of the two in the backward pass takes as long.
         """
-        cluster, collective = self._cluster, self._exchange
-        if not cluster.tp_overlap:
+        cluster, half, sequence_parallel = self._cluster, self._exchange, self._layout.sequence_parallel
+        if cluster.device == "cpu":
+            return half, half
+        ring = self._exposed_ring(work, matmul_s)
+        if work.weight.cut == "cols":
+            return ring, ring if sequence_parallel else Transfer()
+        together = 1.0 if sequence_parallel else 2.0
+        hidden = half.scaled(together).exposed(matmul_s, cluster.collective_units)
+        return ring, hidden.scaled(2.0 / together)
+
+    def _exposed_ring(self, work: Work, matmul_s: float) -> Transfer:
+        """Returns a collective whose result a matmul needs, or that needs a matmul's result, reduced to the time that
+        it adds to the matmul.
+
+        With `cluster.tp_overlap`, both are cut into as many pieces as the group has ranks, and one piece is multiplied
+        while the next is communicated. One piece of the collective therefore does not overlap. The other pieces slow
+        the matmul down by `collective_units` of their time, and its pieces run at the rate of smaller matmuls. Where
+        that would take longer than no overlap, nothing overlaps.
+        """
+        cluster, collective, pieces = self._cluster, self._exchange, self._layout.tp
+        if not cluster.tp_overlap or pieces == 1:
             return collective
-        hidden_s = min((1 - 1 / self._layout.tp) * collective.link_s, matmul_s)
-        return collective._replace(link_s=collective.link_s - (1 - cluster.collective_units) * hidden_s)
+        hidden_s = min((1 - 1 / pieces) * collective.link_s, matmul_s)
+        slower_s = products_seconds(self._setup, self._layout, work, pieces) - matmul_s
+        saved_s = (1 - cluster.collective_units) * hidden_s - slower_s
+        return collective._replace(link_s=collective.link_s - max(0.0, saved_s))
 
     def _on_slowest_gpu(self, computed_s: float, computed_back_s: float, starts: float = 1.0) -> tuple[float, float]:
         """Returns the forward and backward seconds of a module on the slowest GPU.
@@ -322,11 +348,12 @@ def _held_experts(layout: Layout, work: Work) -> int:
     return work.experts // layout.ep if work.experts > 1 else 1
 
 
-def products_seconds(setup: Setup, layout: Layout, work: Work) -> float:
-    """Returns the seconds that a module's matmuls take in the forward pass of a micro-batch."""
+def products_seconds(setup: Setup, layout: Layout, work: Work, pieces: int = 1) -> float:
+    """Returns the seconds that a module's matmuls take in the forward pass of a micro-batch, each cut by tokens into
+    `pieces` that run one after another."""
     cluster, weight, experts = setup.cluster, held_weight(layout, work), _held_experts(layout, work)
     volume = float(_tokens(setup, layout, work) * weight.elements)
-    side = volume ** (1 / 3)
+    side = (volume / pieces) ** (1 / 3)
     if cluster.device == "cuda" and experts > 1:
         # Concurrent GEMMs run at the rate of one GEMM of their total volume, but not faster than a
         # GEMM of the smallest size in the profile's table.

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Literal
 
 from canzona_cli.core.costs.links import Transfer
-from canzona_cli.core.costs.model import stage_time, units_taken, zeroing_seconds
+from canzona_cli.core.costs.model import preparation_seconds, stage_time, units_taken
 from canzona_cli.core.costs.timeline import Timeline
 from canzona_cli.core.model.matrices import Matrix
 from canzona_cli.core.planner.chunks import STREAMS, Chunk, ChunkBuilder, GatheringOrder, Stream, merge_streams
@@ -56,7 +56,7 @@ class Exposure:
         self.reductions = ReductionModel(setup, layout)
         self._pp, self._units = layout.pp, units_taken(setup, layout)
         self._time = stage_time(setup, layout, 0)
-        self._zero_s = zeroing_seconds(setup, layout, 0)
+        self._zero_s = preparation_seconds(setup, layout, 0)
         self._builder = ChunkBuilder(setup, layout, 0, self._time, self.reductions)
 
     @cached_property

@@ -17,7 +17,7 @@ from functools import cached_property
 from types import MappingProxyType
 
 from canzona_cli.core.costs.links import Groups, Transfer
-from canzona_cli.core.costs.model import NormClip, stage_time, units_taken, zeroing_seconds
+from canzona_cli.core.costs.model import NormClip, preparation_seconds, stage_time, units_taken
 from canzona_cli.core.costs.timeline import Timeline
 from canzona_cli.core.costs.update import ROUNDING, UpdateTime, algorithm_of, period_seconds, step_factor
 from canzona_cli.core.errors import ConfigError, Problem
@@ -243,7 +243,7 @@ class _Simulation:
         return StageWork(
             time=stage_time(config, layout, stage),
             chunks=chunks,
-            begin_s=zeroing_seconds(config, layout, stage, padding),
+            begin_s=preparation_seconds(config, layout, stage, padding),
             early=order.early,
             chain=order.afterwards if self._planned else None,
             aligned=aligns_param_gather(config, layout),

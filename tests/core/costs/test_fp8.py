@@ -9,6 +9,7 @@ from canzona_cli.config.resolve import resolve
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.buffers import layer_activations, micro_batch_tokens, weight_copies
 from canzona_cli.core.costs.memory import estimate
+from canzona_cli.core.costs.model import preparation_seconds
 from canzona_cli.core.costs.modules import ModuleTimes
 from canzona_cli.core.costs.update import matmul_rate, memory_rate
 from canzona_cli.core.fields import Fp8Recipe
@@ -62,6 +63,14 @@ def test_inputs_of_matmuls_are_kept_in_one_byte_and_weights_twice_more() -> None
     before, after = (estimate(setup, place).parts["weights"] for setup in (bf16, fp8))
     assert before == 2 * parameter_count(bf16.model).total
     assert after - before == 2 * matrices
+
+
+def test_weights_are_cast_once_in_a_step() -> None:
+    bf16, fp8 = (_config(f"train.fp8={chosen}").setup for chosen in ("none", "tensorwise"))
+    place = layout(dp=8)
+    matrices = 36 * (H * (Q + 2 * KV) + Q * H + 3 * H * F)
+    before_s, after_s = (preparation_seconds(setup, place, 0) for setup in (bf16, fp8))
+    assert after_s - before_s == pytest.approx(6 * matrices / memory_rate(fp8.cluster))
 
 
 @pytest.mark.parametrize("recipe", [*FP8_UNITS])

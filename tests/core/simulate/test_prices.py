@@ -11,7 +11,7 @@ from canzona_cli.core.costs.links import Transfer
 from canzona_cli.core.costs.model import StageTime, stage_time, units_taken
 from canzona_cli.core.costs.modules import QK_NORM_PASSES, Module, slowest_gpu_factor
 from canzona_cli.core.costs.timeline import Timeline
-from canzona_cli.core.costs.update import algorithm_of, matmul_rate, memory_rate, seconds, update_times
+from canzona_cli.core.costs.update import algorithm_of, matmul_rate, matmul_seconds, memory_rate, seconds, update_times
 from canzona_cli.core.model.matrices import matrices
 from canzona_cli.core.planner.chunks import Chunk
 from canzona_cli.core.planner.make import make_plan
@@ -26,26 +26,60 @@ def test_a_tensor_parallel_collective_hides_all_but_one_piece_under_its_product(
     cluster = replace(H100, collective_units=0.1)
     mesh, config = replace(layout(tp=4), sequence_parallel=True), run("8b", 4, cluster=cluster)
     hidden = replace(config, cluster=replace(cluster, tp_overlap=True))
+    widths = {
+        "qkv": (4096, 6144 // 4),
+        "proj": (4096 // 4, 4096),
+        "fc1": (4096, 2 * 12288 // 4),
+        "fc2": (12288 // 4, 4096),
+    }
     for serial, overlapped in zip(
         stage_time(config, mesh, 0).modules, stage_time(hidden, mesh, 0).modules, strict=True
     ):
-        for before, after in zip(serial.moves, overlapped.moves, strict=True):
-            whole = before.link_s
-            # Three of four pieces travel under the product, and take a tenth of their time from it.
-            left = whole if serial.part in ("embedding", "output") else whole * (1 - 3 / 4 * 0.9)
-            assert after.link_s == pytest.approx(left)
-            assert after.latency_s == before.latency_s
+        before, after = serial.moves[0], overlapped.moves[0]
+        left = before.link_s
+        if sides := widths.get(serial.part):
+            # Three of four pieces travel under the product, and take a tenth of their time from it. Its pieces run at
+            # the rate of smaller products.
+            piece_s, whole_s = (matmul_seconds(cluster, tokens, *sides, "bf16") for tokens in (1024, 4096))
+            left = left * (1 - 3 / 4 * 0.9) + 4 * piece_s - whole_s
+        assert after.link_s == pytest.approx(left)
+        assert after.latency_s == before.latency_s
+        if serial.part in ("proj", "fc2"):
+            assert overlapped.moves[1] == after, "gathering the output's gradient is cut likewise"
+        elif serial.part in widths:
+            assert overlapped.moves[1] == serial.moves[1], "hidden as a whole"
+
+
+def test_megatron_hides_collectives_of_the_backward_pass_under_products_that_do_not_need_them() -> None:
+    """`LinearWithGradAccumulationAndAsyncCommunication`: with sequence parallelism it gathers the input again and
+    scatters its gradient, without it reduces the latter; only layers that are cut by rows have these."""
+    cluster = replace(H100, collective_units=0.1, intra_node_gb_per_s=2000.0)
+    config, mesh = run("8b", 4, cluster=cluster), layout(tp=4)
+    for sequence_parallel, hidden, not_hidden in ((True, 2.0, 1.0), (False, 2.0, 0.0)):
+        placed = replace(mesh, sequence_parallel=sequence_parallel)
+        for module in stage_time(config, placed, 0).modules:
+            half_s, back_s = (move.seconds for move in module.moves)
+            if module.part in ("qkv", "fc1"):
+                assert back_s == pytest.approx(0.1 * hidden * half_s)
+            elif module.part in ("proj", "fc2"):
+                assert back_s == pytest.approx(not_hidden * half_s)
+    cpu = run("8b", 4, cluster=CPU)
+    assert all(there == back for there, back in (one.moves for one in stage_time(cpu, mesh, 0).modules[1:-1]))
 
 
 def test_a_product_hides_no_more_than_it_takes() -> None:
     slow_links = replace(H100, intra_node_gb_per_s=1.0)
     mesh, config = replace(layout(tp=2), sequence_parallel=True), run("8b", 2, cluster=slow_links)
     hidden = replace(config, cluster=replace(slow_links, tp_overlap=True))
-    product_s = 2.0 * 4096 * 2048 * 4096 / matmul_rate(H100, (4096 * 2048 * 4096) ** (1 / 3), "bf16")
+    piece_s, product_s = (matmul_seconds(H100, tokens, 2048, 4096, "bf16") for tokens in (2048, 4096))
     (serial, overlapped) = (
         next(module for module in stage_time(one, mesh, 0).modules if module.part == "proj") for one in (config, hidden)
     )
-    assert serial.moves[0].link_s - overlapped.moves[0].link_s == pytest.approx(product_s)
+    saved = product_s - (2 * piece_s - product_s)
+    assert serial.moves[0].link_s - overlapped.moves[0].link_s == pytest.approx(saved)
+    qkv = next(module for module in stage_time(config, mesh, 0).modules if module.part == "qkv")
+    qkv_s = matmul_seconds(H100, 4096, 4096, 6144 // 2, "bf16")
+    assert qkv.moves[1].seconds == pytest.approx(2 * (qkv.moves[0].seconds - qkv_s))
 
 
 def test_a_reduction_takes_its_units_from_the_backward_under_it() -> None:
