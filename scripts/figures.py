@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Prints every simulated table of the README and the manuals as Markdown, and updates the documents.
 
-    python scripts/figures.py [--only TABLE] [--gpus 8,64] [--sizes qwen3-0.6b,...] [--write | --check]
+    python scripts/figures.py [--only TABLE] [--gpus 8 64] [--sizes qwen3-0.6b,...] [--write | --check]
 
 In a document, a table is between `<!-- figures: NAME -->` and `<!-- /figures -->`. `--write` replaces the tables,
 `--check` exits 1 if a table is out of date. A dash means that a strategy does not fit in memory.
@@ -18,7 +18,7 @@ from statistics import median
 from textwrap import fill
 from typing import get_args
 
-from canzona_cli.bench.simulated import SIZES, parse_gpus
+from canzona_cli.cli.views.layouts import SIZES
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.resolve import resolve
 from canzona_cli.config.schema import RunConfig
@@ -130,10 +130,9 @@ def plain_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
         ]
         overheads = ", ".join(predicted_overhead(studied.overhead(name)) for name in ("canzona", "layerwise", "sc"))
         rows.append([f"{count:,}", words(studied.layout), *steps, overheads])
-    listed = ",".join(map(str, gpus))
     return Table(
-        caption=f"Computed by `canzona bench --simulate --gpus {listed} recipe={MODEL} {' '.join(PLAIN)}`, with "
-        "1 M tokens a step. canzona and `asc` choose the size of their buckets; `layerwise`, `sc` and AdamW have "
+        caption=f"Computed by `canzona plan -v recipe={MODEL} {' '.join(PLAIN)} gpus=GPUS`, "
+        "with 1 M tokens a step. canzona and `asc` choose the size of their buckets; `layerwise`, `sc` and AdamW have "
         "Megatron's default. `layerwise` and `sc` are in the faster of the TP modes that Megatron-core 0.19 has "
         "(`engine.muon_tp_mode`):",
         columns=(
@@ -380,7 +379,7 @@ def make_tables(names: Sequence[str], gpus: Sequence[int] | None, sizes: Sequenc
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=TABLES, help="make only this table")
-    parser.add_argument("--gpus", type=parse_gpus, help="numbers of GPUs, instead of the documents'")
+    parser.add_argument("--gpus", type=int, nargs="+", help="numbers of GPUs, instead of the documents'")
     parser.add_argument("--sizes", type=lambda text: tuple(text.split(",")), help="recipes in the table `sizes`")
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--write", action="store_true", help="update the documents")

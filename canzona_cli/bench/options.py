@@ -5,27 +5,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from canzona_cli.bench.simulated import parse_gpus
-from canzona_cli.core.errors import Clash, Problem, clashes, closest, collect_problems
+from canzona_cli.core.errors import Problem, closest
 from canzona_cli.core.host import existing_folder
 from canzona_cli.core.phases import STRATEGIES
 from canzona_cli.core.setup.execution import AnyStrategy
-
-SIMULATED_GPUS = "8..1024"
-CLASHES = (
-    Clash(
-        option="--gpus",
-        needs="--simulate",
-        reason="needs --simulate: a bench on real ranks runs on a single number of GPUs",
-        fix="add --simulate; for real ranks use gpus={0}",
-    ),
-    Clash(
-        option="--strategies",
-        excludes="--simulate",
-        reason="has no effect with --simulate, which always simulates all strategies",
-        fix="remove --strategies",
-    ),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +21,6 @@ class Options:
     steps_per_turn: int
     out: Path | None
     html: Path | None
-    gpus: tuple[int, ...]
-    """The numbers of GPUs to simulate; empty without --simulate."""
     problems: tuple[Problem, ...]
 
 
@@ -50,33 +31,20 @@ def read_options(
     steps_per_turn: int,
     out: Path | None = None,
     html: Path | None = None,
-    simulate: bool = False,
-    gpus: str | None = None,
 ) -> Options:
     """Checks the options. Problems are returned in `Options.problems`, so that they can be raised together
     with the problems of the run.
 
     Args:
         strategies: the values of --strategies, each with one or more strategies, separated by commas.
-        gpus: the value of --gpus, numbers and ranges; with --simulate, None means `SIMULATED_GPUS`.
     """
     names = _words(strategies)
-    by_option = {
-        "--strategies": ",".join(names),
-        "--gpus": gpus,
-        "--simulate": simulate,
-    }
     problems = [
         *_unknown_strategies(names),
         *_length_problems(rounds, steps_per_turn),
         *page_problems(html),
         *_out_problems(out),
     ]
-    problems += clashes(by_option, CLASHES)
-    counts = parse_gpus(SIMULATED_GPUS) if simulate else ()
-    if simulate and gpus is not None:
-        with collect_problems(problems):
-            counts = parse_gpus(gpus)
     return Options(
         strategies=tuple(name for name in STRATEGIES if name in names) or None,
         # Invalid numbers are already in `problems`. They are corrected here so that the rest can be checked.
@@ -84,7 +52,6 @@ def read_options(
         steps_per_turn=max(2, steps_per_turn),
         out=out,
         html=html,
-        gpus=counts,
         problems=tuple(problems),
     )
 

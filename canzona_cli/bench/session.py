@@ -234,7 +234,7 @@ def _problems(config: RunConfig) -> list[Problem]:
     nodes = config.cluster.nodes or -(-config.gpus // per_node)
     if nodes > 1:
         reason = f"need {nodes} machines, but a bench runs on a single machine, with {per_node} at most"
-        fix = f"use gpus={per_node}; `canzona bench --simulate` predicts larger jobs"
+        fix = f"use gpus={per_node}; `canzona plan` predicts larger jobs"
         problems.append(Problem(key="gpus", value=config.gpus, reason=reason, fix=fix))
     return problems
 

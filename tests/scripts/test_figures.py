@@ -7,8 +7,10 @@ from pathlib import Path
 import figures
 import pytest
 
-from canzona_cli.bench.simulated import run_simulation
+from canzona_cli.config.compose import compose_run
+from canzona_cli.config.resolve import resolve
 from canzona_cli.core.planner.make import make_plan
+from canzona_cli.core.simulate.compare import study_run
 from canzona_cli.core.simulate.predict import simulate_plan
 from canzona_cli.records.words import milliseconds, predicted_overhead, step_time
 
@@ -17,12 +19,11 @@ def _cells(row: str) -> list[str]:
     return [cell.strip() for cell in row.strip("|").split("|")]
 
 
-def test_a_row_without_pipeline_stages_is_what_bench_simulate_says() -> None:
+def test_a_row_without_pipeline_stages_is_what_plan_says() -> None:
     table = figures.plain_table([64], []).markdown()
-    command = re.findall(r"`canzona bench --simulate --gpus 64 ([^`]*)`", table)[0]
-    (cell,) = run_simulation(command.split(), (64,)).cells
-    study = cell.study
-    assert study is not None
+    command = re.findall(r"`canzona plan -v ([^`]*) gpus=GPUS`", table)[0]
+    config, chosen = resolve(compose_run([*command.split(), "gpus=64"], training=False).config)
+    study = study_run(config.setup, chosen)
     gpus, layout, canzona, _, layerwise, sc, shares = _cells(table.splitlines()[-1])
     assert (gpus, layout) == ("64", "TP 4 × DP 16")
     assert canzona == step_time(study.result("canzona").optimizer_s)

@@ -285,6 +285,8 @@ def strategies(study: Study, screen: Screen, *, whole: bool = False) -> Iterator
         if any(mode != first for mode in others):
             faster = f"layerwise: TP mode {first}, sc: {others[0]}"
         yield note(f"{faster}; layer_sharded: Megatron's main branch")
+    if (optimizer := study.setup.optimizer.name) != "muon":
+        yield note(f"layerwise: Megatron has it only for muon; simulated with {optimizer}")
 
 
 def strategies_section(study: Study, screen: Screen) -> Iterator[RenderableType]:

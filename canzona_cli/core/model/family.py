@@ -210,9 +210,6 @@ class Family:
     forward_flops: Callable[[ModelConfig, int], float]
     """The matmul FLOPs of one token's forward pass, averaged over a sequence of the given length."""
     foreign: Foreign
-    published: Mapping[str, tuple[str, str | None]]
-    """The published parameter counts by recipe, as the model cards round them: the total, and the count
-    excluding embeddings if it is published."""
 
     def replicated(self, model: ModelConfig) -> tuple[Norm | Router, ...]:
         """Returns the parameters of a layer that every TP rank holds whole; AdamW updates them."""

@@ -160,8 +160,4 @@ QWEN3_MOE = Family(
             "experts.*.down": "mlp.experts.*.down_proj",
         },
     ),
-    published={
-        "qwen3-30b-a3b": ("30.5 B", "29.9 B"),
-        "qwen3-235b-a22b": ("235 B", "234 B"),
-    },
 )

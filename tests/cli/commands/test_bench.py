@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.bench.options import read_options
-from canzona_cli.bench.results import BenchResult, content_of
-from canzona_cli.cli.commands.bench import _conclude
-from canzona_cli.cli.views.bench import BenchView
+from canzona_cli.bench.results import BenchResult
+from canzona_cli.cli.commands.bench import conclude
 from canzona_cli.core.errors import CanzonaError
 from canzona_cli.core.planner.plan_file import read_plan
 from canzona_cli.core.reading import parse
@@ -79,7 +78,7 @@ def test_numbers_of_strategies_that_disagree_are_written_before_the_command_fail
     result = with_measured(bench(), "sc", losses=tuple(3.0 for _ in range(8)))
     options = read_options(strategies=[], rounds=2, steps_per_turn=2, out=tmp_path / "r.json")
     with pytest.raises(CanzonaError, match="step 1"):
-        _conclude("canzona bench", content_of(result), options, BenchView(result), result, as_json=True)
+        conclude(result, options, as_json=True)
     written = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
     assert parse(BenchResult, written["result"]) == result
     assert json.loads(capsys.readouterr().out) == written

@@ -44,6 +44,8 @@ def test_version() -> None:
         (["finetune", "recipe=tiny"], "canzona does not fine-tune on instructions"),
         (["tune", "recipe=tiny", "--rounds", "3"], "use canzona plan --layouts, then canzona bench"),
         (["bench", "recipe=tiny", "--sweep", "gpus"], "use canzona train with --sweep"),
+        (["bench", "--simulate", "--gpus", "8..64"], "use canzona plan recipe=NAME gpus=8,64,256"),
+        (["recipes", "layouts", "qwen3-8b"], "use canzona plan recipe=NAME gpus=8,64,256"),
         (["train", "recipe=tiny", "--trace", "3-4"], "use --profile FIRST-LAST"),
         (["resume", "nowhere"], "RUN = nowhere"),
         (["--versoin"], "--version"),

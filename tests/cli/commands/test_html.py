@@ -156,21 +156,6 @@ def test_whatever_a_run_left_makes_a_page(tmp_path: Path, status: str | None) ->
         assert (note in page.words) is (status is not None)
 
 
-def test_simulated_sizes_as_a_page(tmp_path: Path) -> None:
-    arguments = ("bench", "--simulate", "--gpus", "8,16", "recipe=qwen3-0.6b", "--json")
-    page, printed = page_and_output(*arguments, to=tmp_path / "page.html")
-    assert page.one("h1").text.startswith("Simulated, not measured: muon on 8 to 16 GPUs")
-    wanted = {
-        name: [
-            (cell["gpus"], f"{cell['strategies'][name]['iteration_s']:.3g}") for cell in json.loads(printed)["cells"]
-        ]
-        for name in ("canzona", "sc")
-    }
-    curves = page.curves("iteration, s")
-    assert {name: curves[name] for name in wanted} == wanted
-    assert [path.name for path in tmp_path.iterdir()] == ["page.html"], "a simulation runs nothing"
-
-
 def test_mistakes_are_told_before_anything_is_done(tmp_path: Path) -> None:
     make_run(tmp_path / "run")
     (tmp_path / "file").touch()

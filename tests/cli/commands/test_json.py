@@ -25,7 +25,6 @@ def printed(*arguments: str, cwd: Path) -> dict[str, object]:
     [("recipes", "list"), ("plan", "--dry-run", *TINY), ("slurm", *TINY)],
 )
 def test_it_is_an_object_with_a_version(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    """That of `recipes layouts`: test_memory_account.py."""
     printed(*arguments, cwd=tmp_path)
 
 

@@ -122,6 +122,14 @@ def test_strategies_that_do_not_fit_are_named_and_with_v_shown_as_if_they_did() 
     assert "!: does not fit in 76.6 GiB, simulated as if it did" in " ".join(verbose.split())
 
 
+def test_layerwise_with_an_optimizer_that_megatron_does_not_have_is_said() -> None:
+    shown = []
+    for optimizer in ("muon", "soap"):
+        config, layout = resolve(compose_run(["recipe=tiny", "gpus=4", f"optimizer={optimizer}"]).config)
+        shown.append(printed(PlanView(config=config, study=study_run(config.setup, layout))))
+    assert ["Megatron has it only for muon; simulated with soap" in text for text in shown] == [False, True]
+
+
 def test_a_users_own_optimizer_is_called_custom_with_whose_price_it_has() -> None:
     own = CustomConfig(name="custom", lr=1e-3, source="own.py:Own", cost_like="soap")
     config, layout = resolve(replace(sizes.run("tiny", 4, strategy="canzona", tp=2), optimizer=own))
