@@ -5,31 +5,22 @@
 
 The strategy `paper` is the paper's engine as implemented in `canzona_cli/core/planner/paper.py`. Updates are in the
 standard form, as in Megatron-LM's Muon, except in rows that say otherwise. The points `train.sh` have the settings of
-the script with which the authors' code is published.
+the script with which the authors' code is published. `canzona_cli/core/planner/README.md` says why the figures differ.
 """
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
-from typing import Literal
 
 from published_rows import load_published
 
 from canzona_cli.config.compose import compose_run
-from canzona_cli.core.costs.memory import GIB
-from canzona_cli.core.model.matrices import matrix_shapes
-from canzona_cli.core.planner.make import plan_unbounded
-from canzona_cli.core.planner.measures import balance, communication
-from canzona_cli.core.planner.memory import plan_memory
 from canzona_cli.core.setup import Layout, Setup
-from canzona_cli.core.setup.execution import AnyStrategy, with_strategy
+from canzona_cli.core.setup.execution import AnyStrategy
 from canzona_cli.core.simulate import fit
 from canzona_cli.core.simulate.compare import Study, study_run
-from canzona_cli.core.simulate.predict import simulate_plan
 
 STANDARD = "optimizer.form=standard"
-ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 ROWS: tuple[tuple[str, AnyStrategy], ...] = (
     ("SC", "sc"), ("layer-wise", "layerwise"), ("unbalanced (`asc`)", "asc"), ("the paper's engine", "paper"),
     ("`canzona`", "canzona"),
@@ -42,33 +33,6 @@ BATCH = 128
 """The global batch of the authors' train.sh, in sequences."""
 MICRO_BATCH = 8
 """The micro-batch of train.sh."""
-WHY = """
-## Why the figures differ
-
-- **Their figures are measured, ours are simulated** on a profile made from published figures. No GPU has run ours. The
-  authors' code is public (github.com/liangyuwang/Megatron-Canzona). The settings with which the paper's figures were
-  measured, and its curves of alpha and C_max, are not at hand.
-- **The points `train.sh`** have the settings of the script that comes with the code: sequences of 2,048 tokens, a batch
-  of 128, no pipeline stages, no recomputation, buckets of 400,000,000 elements, and C_max of 400 x 1,024 x 1,024
-  elements (`engine.c_max_mib=1600`). Its micro-batch of 8 would need a batch of 256 on DP 32; here it is
-  {micro_batch}. By default the script splits no weights. Then gate and up together are the largest matrix, which sets
-  the step, so no assignment is much faster than another. The code's own example turns splitting on; then the figures
-  are near the paper's. (The code splits q, k and v into heads; ours here into q, k and v.)
-- **Batch**: with the recipe's 1 M tokens a step, forward and backward take most of an iteration, so a faster optimizer
-  step changes the iteration little. `train.sh` has a quarter of that.
-- **The baseline's version**: the authors' code is a fork whose README names release 0.12 of Megatron-core. Here `sc`
-  and `layerwise` behave as in megatron-core 0.19, which by default repeats layer-wise updates on every
-  tensor-parallel rank. (`canzona plan` compares with the faster of its modes, see `engine.muon_tp_mode`.)
-  `sc` repeats every update on every rank, so ratios over it are large; "over 30 times" would fit a baseline that avoids
-  some of these repetitions.
-- **`paper` is not the authors' code line by line**: `canzona_cli/core/planner/README.md` lists the
-  differences. It takes the faster collective for each bucket, and away from the points `train.sh` the fastest size of
-  buckets and C_max, as all plans do here. The busiest owner of a bucket has far more bytes than an even share at any
-  alpha, because a bucket has fewer matrices than there are owners.
-- **C_max** matters only if a host has several large matrices; on many GPUs a host has one or two, and then no exchange
-  overlaps with updates, whether micro-groups are a pipeline, as in the paper, or one after another, as in the code.
-- **Rows marked `!`** do not fit in memory and are timed as if they did. They are not a fair baseline.
-"""
 
 
 def points_of(data_ranks: int) -> Mapping[str, tuple[str, ...]]:
@@ -112,17 +76,14 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
     mesh = (f"parallel.tp={arguments.tp}", "parallel.pp=1", "parallel.vpp=1")
-    run_words = (f"recipe={arguments.recipe}", *mesh, *arguments.overrides)
-    words = (f"gpus={arguments.gpus}", *run_words)
+    words = (f"gpus={arguments.gpus}", f"recipe={arguments.recipe}", *mesh, *arguments.overrides)
     data_ranks = arguments.gpus // arguments.tp
     points = [
         Point(name=name, standard=studied(*words, *batch, STANDARD), chosen=studied(*words, *batch))
         for name, batch in points_of(data_ranks).items()
     ]
     other_optimizers = {name: studied(*words, f"optimizer={name}") for name in ("shampoo", "soap")}
-    fewer_gpus = resolved(f"gpus={arguments.gpus // 4}", *run_words, STANDARD)
-    print("\n".join(report(points, other_optimizers, fewer_gpus)))
-    print(WHY.rstrip().format(micro_batch=micro_batch(data_ranks)))
+    print("\n".join(report(points, other_optimizers)))
 
 
 def studied(*words: str) -> Study:
@@ -137,14 +98,11 @@ def resolved(*words: str) -> tuple[Setup, Layout]:
     return fit.resolve(compose_run(words, training=False).config.setup)
 
 
-def report(
-    points: Sequence[Point], other_optimizers: Mapping[str, Study], fewer_gpus: tuple[Setup, Layout]
-) -> Iterator[str]:
+def report(points: Sequence[Point], other_optimizers: Mapping[str, Study]) -> Iterator[str]:
     """Yields the lines of all tables.
 
     Args:
         other_optimizers: the first point with other optimizers, by name.
-        fewer_gpus: the first point on a quarter of the GPUs.
     """
     setup, layout = points[0].standard.setup, points[0].standard.layout
     mesh = " x ".join(f"{axis} {ranks}" for axis, ranks in layout.axes)
@@ -152,9 +110,6 @@ def report(
     yield from claims(points, other_optimizers)
     for point in points:
         yield from strategies(point)
-    yield from curves(setup, layout, "alpha")
-    yield from curves(setup, layout, "C_max")
-    yield from curves(*fewer_gpus, "C_max")
 
 
 def claims(points: Sequence[Point], other_optimizers: Mapping[str, Study]) -> Iterator[str]:
@@ -210,34 +165,6 @@ def strategy_row(label: str, study: Study, name: str) -> str:
     fits = "" if compared.fits else "!"
     figures = (f"{1e3 * result.optimizer_s:.1f}", f"{result.iteration_s:.3f}", f"{result.update_balance:.2f}")
     return line(label + fits, *figures, *times)
-
-
-def curves(setup: Setup, layout: Layout, title: Literal["alpha", "C_max"]) -> Iterator[str]:
-    """Yields a table of the paper's engine by alpha or C_max."""
-    engine = replace(setup.engine, strategy="paper")
-    if title == "alpha":
-        runs = {f"{alpha:g}": replace(engine, alpha=alpha) for alpha in ALPHAS}
-    else:
-        matrix_mib = max(map(prod, matrix_shapes(setup))) * setup.exchange_bytes / 2**20
-        sizes = [count * matrix_mib for count in (1, 2, 4, 8)]  # micro-groups of so many of the largest matrices
-        runs = {f"{size:g} MiB": replace(engine, c_max_mib=size) for size in sizes}
-        runs["null"] = engine
-    yield from ("", f"## {title} on {setup.gpus} GPUs, with the recipe's batch; theirs: not at hand", "")
-    yield from heads(title, *HEADINGS[:3], "busiest owner's bytes / even", "micro-groups", "fullest GPU, GiB")
-    for value, tried in runs.items():
-        yield line(value, *planned(with_strategy(replace(setup, engine=tried), "paper"), layout))
-
-
-def planned(setup: Setup, layout: Layout) -> Iterator[str]:
-    """Yields the figures of a row in `curves`."""
-    plan = plan_unbounded(setup, layout)
-    result = simulate_plan(setup, layout, plan)
-    yield f"{1e3 * result.optimizer_s:.1f}"
-    yield f"{result.iteration_s:.3f}"
-    yield f"{balance(plan).grid:.3f}"
-    yield f"{communication(setup, layout, plan).dp_byte_balance:.2f}"
-    yield f"{len(plan.groups)}"
-    yield f"{plan_memory(setup, layout, plan).total / GIB:.1f}"
 
 
 def heads(*names: str) -> Iterator[str]:

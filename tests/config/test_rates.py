@@ -1,6 +1,8 @@
 """Learning rates: which one counts of a recipe's, that of the recipe it starts from, and a typed one."""
 
+import json
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -13,6 +15,7 @@ from canzona_cli.core.errors import ConfigError
 from canzona_cli.core.setup import AdamWConfig
 from canzona_cli.core.setup.execution import with_strategy
 
+EVIDENCE = sorted((Path(__file__).parents[2] / "recipes" / "evidence").glob("*.json"))
 CUSTOM = ("optimizer=custom", "optimizer.source=torch.optim:SGD", "optimizer.allow=[torch]")
 
 
@@ -143,3 +146,18 @@ def test_only_optimizers_whose_matrices_have_moments_have_betas_of_adamw() -> No
 def test_a_rate_of_adamw_that_diverges_is_warned_about() -> None:
     (warning,) = compose_run(["recipe=qwen3-tiny", "optimizer.adamw_lr=0.3"]).warnings
     assert warning.startswith("optimizer.adamw_lr=0.3 is above 0.1")
+
+
+@pytest.mark.parametrize("path", EVIDENCE, ids=lambda path: path.stem)
+def test_recipes_have_the_best_rates_of_the_evidence(path: Path) -> None:
+    """Rates of matrices may be those of a loss that is higher by less than seeds differ: 0.02."""
+    runs = json.loads(path.read_text(encoding="utf-8"))
+    by_rate: dict[float, list[float]] = {}
+    for run in runs["adamw_lr"]:
+        by_rate.setdefault(run["adamw_lr"], []).append(run["validation"][-1][1])
+    best_adamw = min(by_rate, key=lambda rate: fmean(by_rate[rate]))
+    for name in ("adamw", "muon", "normuon", "soap", "shampoo"):
+        optimizer = compose_run([f"recipe={path.stem}", f"optimizer={name}"]).config.optimizer
+        losses = {run["lr"]: run["validation"][-1][1] for run in runs["lr"] if run["optimizer"] == name}
+        assert losses[optimizer.lr] < min(losses.values()) + 0.02, name
+        assert optimizer.adamw_lr == best_adamw

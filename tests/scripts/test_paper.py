@@ -38,15 +38,10 @@ def test_every_claim_has_ours_beside_it_at_every_model_point(printed: str) -> No
     assert all(cell == "-" or float(cell.rstrip("x!")) > 0 for row in claims for cell in row[3:])
 
 
-def test_strategies_and_both_curves_are_there_and_what_is_not_known_is_said(printed: str) -> None:
+def test_every_point_has_its_strategies(printed: str) -> None:
     tables = _tables(printed)
     points = [rows for heading, rows in tables.items() if "tokens a step" in heading]
     assert [len(rows) - 1 for rows in points] == [7] * 4
-    for heading, values in (("alpha on 16 GPUs", 5), ("C_max on 16 GPUs", 5), ("C_max on 4 GPUs", 5)):
-        (rows,) = (rows for name, rows in tables.items() if name.startswith(heading))
-        assert len(rows) - 1 == values
-    assert "not at hand" in printed
-    assert "ours are simulated" in printed
 
 
 def test_the_authors_script_is_a_preset_with_a_micro_batch_that_its_batch_allows() -> None:
@@ -59,15 +54,3 @@ def test_the_authors_script_is_a_preset_with_a_micro_batch_that_its_batch_allows
             assert (config.train.seq_length, config.engine.splitting) == (2048, splitting)
             assert bucket_elements(config, layout) == 400_000_000
             assert settings(config).capacity(config.exchange_bytes) == 400 * 1024 * 1024
-
-
-def test_alpha_balances_the_papers_engine_and_small_groups_are_more(printed: str) -> None:
-    tables = _tables(printed)
-    (alphas,) = (rows for name, rows in tables.items() if name.startswith("alpha"))
-    balances = [float(row[3]) for row in alphas[1:]]
-    assert balances[-1] == min(balances)
-    for name, rows in tables.items():
-        if name.startswith("C_max"):
-            groups = [int(row[5]) for row in rows[1:] if row[0] != "null"]
-            assert groups == sorted(groups, reverse=True)
-            assert groups[0] > groups[-1]
