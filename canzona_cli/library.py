@@ -206,7 +206,7 @@ def _layout(caller: Caller) -> Iterator[tuple[str, Value]]:
 def _optimizer(caller: Caller, settings: Sequence[str]) -> Iterator[tuple[str, Value]]:
     config = caller.optimizer
     yield "optimizer.lr", config.lr
-    yield "optimizer.min_lr", config.min_lr or 0.0
+    yield "optimizer.min_lr_ratio", float(f"{(config.min_lr or 0.0) / config.lr:.12g}") if config.lr else 0.0
     yield "optimizer.weight_decay", config.weight_decay
     yield "optimizer.clip_grad", config.clip_grad
     yield "optimizer.beta1", config.adam_beta1

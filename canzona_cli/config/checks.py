@@ -62,9 +62,6 @@ def _value_problems(config: RunConfig) -> Iterator[Problem]:
     if config.data.validation_fraction == 0 and not config.data.validation_set and config.train.eval_interval > 0:
         fix = "use data.validation_fraction=0.02 or data.validation=PREFIX, or switch it off with train.eval_interval=0"
         yield Problem("data.validation_fraction", "leaves no documents for validation", fix)
-    if config.optimizer.min_lr > config.optimizer.lr and config.schedule.decay != "constant":
-        reason = f"is above optimizer.lr={config.optimizer.lr}, so the schedule would raise the rate"
-        yield Problem("optimizer.min_lr", reason, "use optimizer.min_lr_ratio=0.1 instead")
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", config.name) is None:
         reason = (
             "must be a name for the run directory: up to 100 letters, digits, dots, "

@@ -439,9 +439,10 @@ class _Translation:
             return
         self._set("schedule.decay", decay, "lr_decay_style")
         decay_steps = steps("lr_decay")
-        if decay == "constant":
-            self._overrides.pop("optimizer.min_lr", None)
-        elif decay_steps != train_steps:
+        if decay != "constant":
+            rate, least = (_number(self._text(name)) for name in ("lr", "min_lr"))
+            self._set("optimizer.min_lr_ratio", f"{(least or 0.0) / rate:.12g}" if rate else None, "min_lr")
+        if decay != "constant" and decay_steps != train_steps:
             self._set("schedule.decay_steps", decay_steps, "lr_decay_iters")
         if decay == "wsd":
             self._set("schedule.wsd_decay_steps", steps("lr_wsd_decay"), "lr_wsd_decay_iters")

@@ -185,6 +185,10 @@ REMOVED: Final[Mapping[str, str]] = {
     "train.loss_spike_sigmas": "leave it out: a spike is 8 standard deviations above the recent mean",
     "train.sample_tokens": "leave it out: a sample has at most 48 tokens",
     "data.tokenizer_vocab_size": "set model.vocab_size: a learned tokenizer has as many entries, but at most 16384",
+    "data.cache_dir": "set CANZONA_CACHE=FOLDER in the environment",
+    "optimizer.tf32": "set NVIDIA_TF32_OVERRIDE=0 in the environment for matmuls in fp32",
+    "optimizer.min_lr": "write optimizer.min_lr_ratio=SHARE, the minimum as a share of optimizer.lr",
+    "optimizer.roots": "leave it out: Shampoo's inverse roots are computed in the way that is predicted to be faster",
     "optimizer.shampoo_eps": "leave it out: it is 1e-12",
     "cluster.symmetric_factor": "leave it out: symmetric matmuls take as long as general ones of their size",
 }

@@ -21,7 +21,6 @@ _REFUSED = (
     ("model.balancing_weight", ("none",), "model.balancing_loss=sequence"),
     ("schedule.wsd_decay_steps", ("cosine", "linear", "constant"), "schedule.decay=wsd"),
     ("schedule.decay_steps", ("constant",), "schedule.decay=cosine"),
-    ("optimizer.min_lr", ("constant",), "schedule.decay=cosine"),
     ("optimizer.min_lr_ratio", ("constant",), "schedule.decay=cosine"),
     ("optimizer.clip_grad", ("none",), "optimizer.clip=all"),
     ("optimizer.clip", (0,), "optimizer.clip_grad=1"),

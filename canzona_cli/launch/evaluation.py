@@ -108,7 +108,7 @@ def _arguments(checkpoint: StoredCheckpoint, overrides: Sequence[str], overridde
 
 def _replaces_data(overridden: set[str]) -> bool:
     """Returns True if these settings name other data than the run's to train on."""
-    others = overridden - {"data.cache_dir", "data.validation"}
+    others = overridden - {"data.validation"}
     return any(key == "data" or key.startswith("data.") for key in others)
 
 

@@ -28,10 +28,9 @@ SMOOTHED_STEPS: Final = 10
 """The number of logged steps over which training losses are averaged."""
 LR: Final = "optimizer.lr"
 ADAMW_LR: Final = "optimizer.adamw_lr"
-MIN_LR: Final = "optimizer.min_lr"
 _WITHOUT_EFFECT: Final = {
-    *(LR, ADAMW_LR, "optimizer.lrs", "optimizer.min_lr_ratio", "optimizer.adamw_lr_ratio", "train.seed"),
-    *("name", "description", "data.cache_dir", "train.batch_tokens", "train.eval_interval"),
+    *(LR, ADAMW_LR, "optimizer.lrs", "optimizer.adamw_lr_ratio", "train.seed"),
+    *("name", "description", "train.batch_tokens", "train.eval_interval"),
     *("train.sample_every", "train.sample_prompt"),
 }
 """Settings that change no group: learning rates, the seed, names, and what is written when."""
@@ -42,7 +41,6 @@ _WITH_EFFECT: Final = {
 }
 """The settings of these sections that make groups; their other settings describe the machine, or say what is kept."""
 _DERIVED: Final = {
-    MIN_LR,
     *(f"parallel.{name}" for name in MESH),
     *(f"train.{name}" for name in BATCH),
     *(f"schedule.{field.name}" for field in fields(ScheduleConfig) if field.name != "decay"),
@@ -337,12 +335,7 @@ def _varied_by_hand(differing: Mapping[str, Sequence[object]]) -> list[str]:
             names = {f"{section}.name"} & (differing.keys() - {key})
             if not names or _differs_within(key, names, differing):
                 keys.append(key)
-    with_rates = [*keys, *({LR, ADAMW_LR} & differing.keys())]
-    derived = [
-        key
-        for key in differing
-        if key in _DERIVED and _differs_within(key, with_rates if key == MIN_LR else keys, differing)
-    ]
+    derived = [key for key in differing if key in _DERIVED and _differs_within(key, keys, differing)]
     # What all groups are named after comes first.
     return sorted([*keys, *derived], key=lambda key: not key.endswith(".name"))
 

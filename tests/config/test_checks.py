@@ -27,7 +27,8 @@ IMPOSSIBLE = [
     ("optimizer=custom optimizer.source=package.module:Own", "optimizer.source"),
     ("optimizer=custom optimizer.source=package.module:Own optimizer.allow=[pack]", "optimizer.source"),
     ("optimizer=custom optimizer.allow=package", "optimizer.allow"),
-    ("optimizer.min_lr=1", "optimizer.min_lr"),
+    ("optimizer.min_lr_ratio=2", "optimizer.min_lr_ratio"),
+    ("optimizer.min_lr=0.001", "optimizer.min_lr"),
     ("schedule.warmup_steps=150", "schedule.warmup_steps"),
     ("data.validation_fraction=0", "data.validation_fraction"),
     ("data=prepared", "data.path"),
@@ -70,7 +71,7 @@ def test_a_wsd_decay_longer_than_the_run() -> None:
         *("train.precision=fp32 engine=sc", "optimizer=adamw train.precision=fp32", "train.precision=fp32"),
         *("optimizer=shampoo", "optimizer=soap engine=asc", "optimizer=soap train.precision=fp32"),
         *("engine.mode=hosted engine.reduction=ring", "train.non_finite=skip"),
-        *("optimizer.stack=true", "optimizer.min_lr=0", "train.steps=11"),
+        *("optimizer.stack=true", "optimizer.min_lr_ratio=0", "train.steps=11"),
         "optimizer=custom optimizer.source=torch.optim:SGD optimizer.allow=[torch]",
         *("optimizer=shampoo engine=sc", "optimizer=soap engine=sc train.precision=fp32"),
         "optimizer=custom optimizer.source=torch.optim:SGD optimizer.allow=[torch] engine=sc",
@@ -121,7 +122,6 @@ def test_a_setting_without_effect_is_a_warning(overrides: str, ignored: str) -> 
 
 UNUSED = [
     ("schedule.wsd_decay_steps=5", "schedule.wsd_decay_steps"),
-    ("schedule.decay=constant optimizer.min_lr=0.0001", "optimizer.min_lr"),
     ("schedule.decay=constant optimizer.min_lr_ratio=0.2", "optimizer.min_lr_ratio"),
     ("schedule.decay=constant schedule.decay_steps=50", "schedule.decay_steps"),
     ("data=stdlib-bytes data.path=x", "data.path"),

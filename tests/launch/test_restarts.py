@@ -218,7 +218,7 @@ TWO_NODES = run_config(nodes=2)
 
 @pytest.mark.parametrize("run_dir", ["/runs/qwen3-tiny-20261122", "/my runs/a, b", "/it's=(1) $HOME/\\'x"])
 def test_any_shell_and_the_grammar_of_overrides_read_what_was_typed(run_dir: str) -> None:
-    typed = ["recipe=my recipe.yaml", "run.profile_steps=[5,7]", "data.path='a, b'", 'data.cache_dir=$HOME/"x"']
+    typed = ["recipe=my recipe.yaml", "run.profile_steps=[5,7]", "data.path='a, b'", 'description=$HOME/"x"']
     assert shlex.split(resume_command(typed, [], run_config(), Path(run_dir), environment={}))[1:] == [
         "resume",
         run_dir,

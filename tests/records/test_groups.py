@@ -41,13 +41,8 @@ VARIED: dict[str, tuple[tuple[RunConfig, ...], int, set[str]]] = {
         {"optimizer.name", "optimizer.momentum"},
     ),
     "rates and seeds": ((configured(lr=1e-3), configured(lr=2e-3, seed=2), configured(adamw_lr=1e-4)), 1, set()),
-    "rates, and the minimum that follows from them": (
-        (configured(lr=1e-3, min_lr=1e-4), configured(lr=2e-3, min_lr=2e-4), configured(lr=2e-3, min_lr=2e-4, seed=2)),
-        1,
-        set(),
-    ),
     "a minimum that was typed": (
-        (configured(min_lr=0.0), configured(min_lr=1e-4), configured(min_lr=1e-4, seed=2)), 2, {"optimizer.min_lr"}
+        (configured(min_lr_ratio=0.0), configured(), configured(seed=2)), 2, {"optimizer.min_lr_ratio"}
     ),
     "ranks, and the layout that follows from them": (
         (on_gpus(configured(), 2), on_gpus(configured(), 4), on_gpus(configured(seed=2), 4)), 2, {"gpus"}

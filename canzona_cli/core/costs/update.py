@@ -118,15 +118,13 @@ def algorithm_of(setup: Setup) -> Algorithm:
         algorithm = replace(algorithm, spread=False)
     if not isinstance(setup.optimizer, ShampooConfig):
         return algorithm
-    return replace(algorithm, roots=_roots(setup.optimizer.roots, algorithm, setup.cluster))
+    return replace(algorithm, roots=_fastest_roots(algorithm, setup.cluster))
 
 
-def _roots(chosen: Literal["auto"] | RootMethod, algorithm: Algorithm, cluster: ClusterConfig) -> RootMethod:
-    """Returns the run's root method; for `auto`, the method that the cost model predicts to be fastest on the
-    cluster's devices. Methods are compared for sides of 1024 (or `max_preconditioner_dim`, if smaller) only,
-    because the ranking hardly depends on the size."""
-    if chosen != "auto":
-        return chosen
+def _fastest_roots(algorithm: Algorithm, cluster: ClusterConfig) -> RootMethod:
+    """Returns the root method that the cost model predicts to be fastest on the cluster's devices. Methods are
+    compared for sides of 1024 (or `max_preconditioner_dim`, if smaller) only, because the ranking hardly depends on
+    the size."""
     side = min(1024, algorithm.max_preconditioner_dim)
     methods: tuple[RootMethod, ...] = get_args(RootMethod)
     return min(methods, key=lambda roots: _modelled(replace(algorithm, roots=roots), side, side, cluster)[0].alone_s)
@@ -146,9 +144,7 @@ def _algorithm(optimizer: OptimizerConfig, precision: Precision) -> Algorithm:
     if isinstance(optimizer, KroneckerConfig):
         period, longest = optimizer.precondition_frequency, optimizer.max_preconditioner_dim
         spread = optimizer.stagger and period > 1
-        algorithm = replace(
-            algorithm, refresh_period=period, spread=spread, max_preconditioner_dim=longest, tf32=optimizer.tf32
-        )
+        algorithm = replace(algorithm, refresh_period=period, spread=spread, max_preconditioner_dim=longest)
     if isinstance(optimizer, ShampooConfig):
         algorithm = replace(algorithm, grafting=optimizer.grafting)
     return algorithm
@@ -423,9 +419,7 @@ def _measured(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfig
 
 def _unit(algorithm: Algorithm) -> Unit:
     """Returns the number format of an update's matmuls."""
-    if not RULES[algorithm.name].preconditioned:
-        return algorithm.precision
-    return "tf32" if algorithm.tf32 else "fp32"
+    return "tf32" if RULES[algorithm.name].preconditioned else algorithm.precision
 
 
 def duration(work: Work, unit: Unit, cluster: ClusterConfig, stacked: int = 1, *, replayed: bool = False) -> UpdateTime:

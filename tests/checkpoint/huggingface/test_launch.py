@@ -92,7 +92,7 @@ def test_built_in_text_has_the_ids_that_the_weights_know(folder: Path, tmp_path:
     shutil.copytree(folder, source)
     for target in (source / "tokenizer.json", same):
         shutil.copy(saved_tokenizer_path(prefix), target)
-    typed = ("recipe=tiny", *SMALL, *JOB, f"init={source}", f"data.cache_dir={tmp_path}/cache")
+    typed = ("recipe=tiny", *SMALL, *JOB, f"init={source}")
 
     composed = compose_with_weights(typed)
     assert composed.config.data.tokenizer == str(source)

@@ -31,7 +31,7 @@ class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __init__(self, cache: Path) -> None:
         from canzona_cli.training.data import build_datasets
 
-        config, _, corpus = prepare(cache, *RUN)
+        config, _, corpus = prepare(*RUN)
         self._samples = build_datasets(config, corpus, cache=cache / "indices").train
 
     def __len__(self) -> int:
@@ -67,8 +67,8 @@ def _imported(folder: Path, run: Path, *overrides: str) -> dict[str, object]:
     return facts
 
 
-def _resumed(run: Path, cache: Path) -> list[float]:
-    canzona("resume", run, *HERE, f"data.cache_dir={cache}", code=0)
+def _resumed(run: Path) -> list[float]:
+    canzona("resume", run, *HERE, code=0)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if line["step"] > SAVED]
 
@@ -76,7 +76,7 @@ def _resumed(run: Path, cache: Path) -> list[float]:
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cache = tmp_path_factory.mktemp("cache")
-    prepare(cache, *RUN)  # once, where the ranks find it
+    prepare(*RUN)  # once, where the ranks find it
     return cache
 
 
@@ -102,7 +102,7 @@ def test_canzona_and_megatron_go_on_from_each_other(
     once, twice = state(tmp_path / "run"), state(tmp_path / "again")
     assert once.keys() == twice.keys()
     assert all(np.array_equal(once[name], twice[name]) for name in once)
-    np.testing.assert_allclose(_resumed(tmp_path / "run", cache), losses, rtol=1e-6)
+    np.testing.assert_allclose(_resumed(tmp_path / "run"), losses, rtol=1e-6)
     loading = ("--load", str(tmp_path / "out"))
     resumed = _pretrain(cache, *FP32, *SHARDED, *TP, *loading, engine=())
     np.testing.assert_allclose(_losses(resumed), losses, rtol=1e-6)
@@ -147,7 +147,7 @@ def test_each_goes_on_from_the_other(
     facts = _imported(tmp_path / "saved" / f"iter_{SAVED:07d}", tmp_path / "run")
     assert facts["optimizer_state"] == ("adamw" if "adam" in flags else "muon")
     assert canzona("checkpoint", "export", tmp_path / "run", tmp_path / "out", "--to", "megatron").returncode == 0
-    np.testing.assert_allclose(_resumed(tmp_path / "run", cache), losses, rtol=apart)
+    np.testing.assert_allclose(_resumed(tmp_path / "run"), losses, rtol=apart)
     loading = ("--load", str(tmp_path / "out"), "--use-checkpoint-args")
     loaded = _losses(_pretrain(cache, *flags, *loading, engine=engine))
     np.testing.assert_allclose(loaded, losses, rtol=apart)

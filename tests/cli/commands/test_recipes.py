@@ -93,7 +93,7 @@ def test_a_short_copy_of_every_recipe_can_be_read_and_is_the_same_run(recipe: st
     for changes in (
         ("data.path=texts/mine",),
         ("optimizer=adamw", "optimizer.lr=0.001", "optimizer.lrs={}", "data.blend={texts/a:1,texts/b:3}"),
-        ("optimizer=soap", "optimizer.min_lr=1e-6", "optimizer.adamw_lr=0.001", "train.global_batch_size=8"),
+        ("optimizer=soap", "optimizer.min_lr_ratio=0.01", "optimizer.adamw_lr=0.001", "train.global_batch_size=8"),
     ):
         copy(recipe, file, list(changes), force=True, short=True)
         read = compose_run([f"recipe={file}"]).config

@@ -21,7 +21,12 @@ from tests.data.texts import prepare_documents
 from tests.training.trackers.test_follow import of_tensorboard
 
 RUN = ("recipe=tiny", "gpus=2", "parallel.tp=2", "optimizer=custom", "optimizer.source=sign.py:Sign")
-OPTIONS = ("optimizer.options.momentum=0.8", "optimizer.cost_like=adamw", "optimizer.lr=1e-4", "optimizer.min_lr=0")
+OPTIONS = (
+    "optimizer.options.momentum=0.8",
+    "optimizer.cost_like=adamw",
+    "optimizer.lr=1e-4",
+    "optimizer.min_lr_ratio=0",
+)
 SMALL = ("model.num_layers=2", "train.seq_length=32", "train.global_batch_size=2", "train.eval_interval=6")
 SAMPLES = ("train.eval_sequences=6", "train.sample_every=4", "train.sample_prompt='import '")
 RECORDED = ("train.steps=6", "run.profile_steps=[4,4]")
