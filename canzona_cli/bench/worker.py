@@ -1,4 +1,4 @@
-"""One rank of a measurement group: `python -m canzona_cli.bench.worker SITTING_DIR`, started by torchrun."""
+"""One rank of a bench: `python -m canzona_cli.bench.worker SITTING_DIR`, started by torchrun."""
 
 import sys
 import time

@@ -1,12 +1,17 @@
 """The parts of a bench before anything starts: one layout for all strategies, and all mistakes at once."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from canzona_cli.bench.lineup import Entrant, LineUp, make_sittings
+import pytest
+
+from canzona_cli.bench import lineup
+from canzona_cli.bench.lineup import Entrant, LineUp
 from canzona_cli.bench.options import Options, read_options
 from canzona_cli.bench.session import Session, prepare
 from canzona_cli.core.costs.memory import GIB
+from canzona_cli.core.errors import DoesNotFit
 from canzona_cli.core.setup.execution import AnyStrategy, tp_mode_of
 from tests.refusals import refused
 
@@ -133,27 +138,32 @@ def test_adamw_alone_has_nothing_to_compare_and_a_bench_is_of_one_machine() -> N
     assert "need 2 machines" in problems("recipe=tiny", "gpus=16")
 
 
+def fitting(
+    entrants: Sequence[Entrant], available: int | None, notes: list[str], *, named: bool = False
+) -> tuple[Entrant, ...]:
+    return lineup._fitting_together(entrants, available, notes, named=named)
+
+
 def sized(line_up: LineUp, place: int, state_gib: float, transient_gib: float = 0.25) -> Entrant:
     found = line_up.strategies[place]
     return replace(found, state_bytes=int(state_gib * GIB), transient_bytes=int(transient_gib * GIB))
 
 
-def test_strategies_share_a_sitting_as_far_as_they_fit_beside_the_reference() -> None:
+def test_strategies_take_part_as_far_as_they_fit_beside_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     line_up = prepared().line_up  # 3.25 GiB for each rank
     sizes = (1.0, 1.0, 1.5, 1.5, 1.0, 2.5)
-    line_up = replace(line_up, strategies=tuple(sized(line_up, place, size) for place, size in enumerate(sizes)))
-    sittings = make_sittings(line_up, None)
-    assert [(tuple(member.name for member in sitting.strategies), sitting.alone) for sitting in sittings] == [
-        (("canzona", "paper", "sc"), False),  # 3 GiB that stay, and once what a step needs
-        (("canzona", "asc"), False),
-        (("canzona", "layerwise"), False),
-        (("adamw",), True),
-    ]
-
-
-def test_cpu_ranks_share_the_machines_free_memory() -> None:
-    line_up = prepared().line_up
-    together = make_sittings(line_up, 64 * GIB)
-    assert [len(sitting.strategies) for sitting in together] == [6]
-    # Python and torch alone are 0.75 GiB on each of the four ranks.
-    assert all(sitting.alone for sitting in make_sittings(line_up, 3 * GIB)[1:])
+    entrants = [sized(line_up, place, size) for place, size in enumerate(sizes)]
+    notes: list[str] = []
+    # 3 GiB that stay, and once what a step needs
+    assert [member.name for member in fitting(entrants, None, notes)] == ["canzona", "paper", "sc"]
+    assert notes[0] == (
+        "without asc: does not fit in memory beside canzona, paper; for a bench of fewer: --strategies canzona,asc"
+    )
+    assert [note.partition(":")[0] for note in notes] == ["without asc", "without layerwise", "without adamw"]
+    with pytest.raises(DoesNotFit, match="does not fit in memory beside canzona"):
+        fitting([entrants[0], entrants[5]], None, [], named=True)
+    monkeypatch.setattr(lineup, "_available_bytes", lambda _: 3 * GIB)
+    assert names(prepared().line_up) == ["canzona"], "Python and torch alone are 0.75 GiB on each of the four ranks"
+    with pytest.raises(DoesNotFit):
+        prepared(strategies=("canzona", "sc"))
+    assert [member.name for member in fitting(entrants[:2], 64 * GIB, [])] == ["canzona", "paper"]

@@ -37,6 +37,7 @@ _OTHER_WORDS = {
 """canzona's commands, by their names in other programs and by the bare names of subcommands."""
 _REMOVED: Mapping[str, str] = {
     "tune": "use canzona plan --layouts, then canzona bench of two recipes",
+    "plan --compare": "use -v for the phases of every strategy, or several values: optimizer.form=standard,gram",
     "bench --sweep": "use canzona train with --sweep, then canzona report --compare",
     "bench --values": "write them as a setting: canzona train optimizer=muon,soap --sweep",
     "bench --simulate": "use canzona plan recipe=NAME gpus=8,64,256; with -v and one number of GPUs: all strategies",

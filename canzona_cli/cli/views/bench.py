@@ -93,7 +93,7 @@ class BenchView(Page):
         groups = []
         for name, bench in strategies.items():
             rows = [*(_phase_cells(bench, phase) for phase in phases), *(cells for *_, cells in summaries[name])]
-            groups.append(Columns(name + " *" * bench.alone, ("ms", "plan", "error"), rows))
+            groups.append(Columns(name, ("ms", "plan", "error"), rows))
         names = (PHASES[phase].name if phase in PHASES else LABELS[phase] for phase in phases)
         phase_styles = ("dim" if phase.endswith("_total") else "" for phase in phases)
         return GroupedTable(
@@ -143,10 +143,6 @@ class BenchView(Page):
             yield note(no_verdict(result.rounds))
         elif any(group.shows(NOT_DISTINCT) for group in groups):
             yield note(f"{NOT_DISTINCT}: {NOT_SIGNIFICANT}")
-        alone = [name for name in names if result.strategies[name].alone]
-        if alone:
-            reason = f"because {reference} did not fit in memory at the same time"
-            yield note(f"* {', '.join(alone)}: measured alone, {reason}")
 
 
 def shown_groups(result: BenchResult, groups: Sequence[Columns]) -> list[Columns]:

@@ -69,7 +69,7 @@ class Bars(Picture):
 
     rows: Sequence[Bar]
     scale: float
-    """The amount that the full width represents; longer bars are cut off."""
+    """The amount that the full width represents."""
     inks: Mapping[str, Ink] = PHASES
     show: Callable[[float], str] = step_time
     """Formats an amount."""
@@ -82,20 +82,13 @@ class Bars(Picture):
             drawn = stacked_bar(row.parts, self.scale, width, self.inks, colour=screen.colour)
             if row.limit is not None:
                 drawn.append("·" * (round(width * row.limit / self.scale) - drawn.cell_len), style="dim")
-            if self._is_cut_off(row):
-                drawn.append(" ▶", style="bold")
             yield Text.assemble("  ", f"{clean(row.label):<10} {row.value:>9} ", drawn)
         yield from legend_lines(self._legend(), self.inks, screen.width, colour=screen.colour)
-        if any(map(self._is_cut_off, self.rows)):
-            yield Text("  ▶ continues beyond the full width", style="dim", no_wrap=True)
 
     def html(self) -> Html:
         shown = [tag("div", *self._row_html(row), class_="bar-row") for row in self.rows]
         keys = (key(self.inks[name].css, words) for name, words in self._legend())
         return tag("figure", *shown, tag("figcaption", *keys, class_="keys"), class_="bars")
-
-    def _is_cut_off(self, row: Bar) -> bool:
-        return sum(amount for _, amount in row.parts) > 1.001 * self.scale
 
     def _legend(self) -> list[tuple[str, str]]:
         """Returns the name and the legend text of each part that is drawn."""
@@ -122,7 +115,7 @@ class Bars(Picture):
         yield tag("span", row.label, class_="bar-label")
         look = "bar faint" if row.faint else "bar"
         yield tag("svg", *rects, class_=look, role="img", aria_label=f"{row.label}: {row.value}")
-        yield tag("span", row.value + " (cut off)" * self._is_cut_off(row), class_="bar-value")
+        yield tag("span", row.value, class_="bar-value")
 
 
 def phase_bar(label: str, phases: Mapping[str, float], seconds: float, *, faint: bool = False) -> Bar:

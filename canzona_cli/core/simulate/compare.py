@@ -11,11 +11,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import get_args
 
 from canzona_cli.core import phases
 from canzona_cli.core.costs.memory import capacity, estimate
-from canzona_cli.core.errors import ConfigError, Problem
 from canzona_cli.core.model.matrices import matrices as matrices_of
 from canzona_cli.core.model.shapes import ModelShapes
 from canzona_cli.core.planner.make import make_plan, plan_unbounded
@@ -23,7 +22,7 @@ from canzona_cli.core.planner.measures import Balance, Communication, balance, c
 from canzona_cli.core.planner.memory import PlanMemory, plan_memory
 from canzona_cli.core.planner.plan import Plan, sum_by_cell
 from canzona_cli.core.planner.reduction import GATHERED_AHEAD
-from canzona_cli.core.setup import Form, KroneckerConfig, Layout, MomentumConfig, MuonTpMode, Setup
+from canzona_cli.core.setup import KroneckerConfig, Layout, MuonTpMode, Setup
 from canzona_cli.core.setup.execution import (
     PLANNED,
     RELEASED_TP_MODES,
@@ -43,8 +42,6 @@ STRATEGIES = (phases.STRATEGIES[-1], *phases.STRATEGIES[:-1])
 """The strategies in the order of the tables. AdamW comes first, because the others are compared with it."""
 SUMMARY: tuple[AnyStrategy, ...] = ("adamw", "canzona", "sc", "layerwise")
 """The strategies of a plan's summary: the planner's own, and those that Megatron offers."""
-Comparison = Literal["strategies", "form"]
-FORMS: tuple[Literal["auto"] | Form, ...] = ("standard", "gram", "auto")
 VERSION = 3
 """The version of the output of `--json`. Adding a key does not change the version."""
 
@@ -72,17 +69,6 @@ class SimulatedStrategy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Variant:
-    """The plan of the run with other settings."""
-
-    name: str
-    balance: Balance
-    communication: Communication
-    memory_bytes: int
-    result: StrategyResult
-
-
-@dataclass(frozen=True, kw_only=True)
 class Study:
     """A plan and its alternatives, with load balance, communication, memory and simulated times."""
 
@@ -98,8 +84,6 @@ class Study:
     with one TP rank, and for optimizers without modes."""
     assumptions: tuple[str, ...]
     planning_s: float
-    variants: tuple[Variant, ...] = ()
-    """The plans of `--compare form`."""
     shapes: ModelShapes | None = None
     """The user's shapes if these were planned instead of `config.model`."""
 
@@ -231,18 +215,6 @@ class Study:
                 **{f"iteration_vs_{baseline}": self.iteration_speedup(baseline) for baseline in baselines},
                 "overhead_over_adamw": self.overhead(self.strategy),
             },
-            "compared": [
-                {
-                    "name": variant.name,
-                    "load_balance": variant.balance.grid,
-                    "lower_bound": variant.balance.lower_bound,
-                    "communication": asdict(variant.communication),
-                    "memory_bytes": variant.memory_bytes,
-                    "iteration_s": variant.result.iteration_s,
-                    "optimizer_s": variant.result.optimizer_s,
-                }
-                for variant in self.variants
-            ],
             "assumptions": list(self.assumptions),
             "fast_paths_off": list(self.fast_paths(simulated=False).off),
             "planning_s": self.planning_s,
@@ -259,7 +231,6 @@ def with_shapes(setup: Setup, shapes: ModelShapes) -> Setup:
 def study_run(
     setup: Setup,
     layout: Layout,
-    compare: Comparison | None = None,
     shapes: ModelShapes | None = None,
     baselines: Sequence[AnyStrategy] = STRATEGIES,
     tp_modes: Sequence[MuonTpMode] = get_args(MuonTpMode),
@@ -271,8 +242,6 @@ def study_run(
         setup: the resolved setup (`simulate.fit.resolve`), with a strategy that has a plan
             (`planner.make.plannable`).
         layout: the resolved layout.
-        compare: `form` to plan the run also with Muon's other forms. The strategies are
-            always compared.
         shapes: the user's shapes, which are planned instead of `config.model`; `setup` is then the result of
             `with_shapes`.
         baselines: the strategies to simulate besides the run's own.
@@ -282,7 +251,7 @@ def study_run(
             nothing of it.
 
     Raises:
-        ConfigError: `compare` is form and the optimizer has no forms; or see `make_plan` and `simulate`.
+        ConfigError: see `make_plan` and `simulate`.
         DoesNotFit: no plan fits the profile's memory.
     """
     start = time.perf_counter()
@@ -312,7 +281,6 @@ def study_run(
         memory=memory,
         strategies=MappingProxyType(strategies),
         assumptions=assumptions(),
-        variants=tuple(_variants(setup, layout, shapes, plan, compare)),
         shapes=shapes,
         planning_s=time.perf_counter() - start,
     )
@@ -392,27 +360,6 @@ def _layerwise_loads(setup: Setup, layout: Layout, workload: Workload, stage: in
         if matrix.stage == stage
     )
     return sum_by_cell(placed, 0.0, cells=layout.cells, tp=layout.tp)
-
-
-def _variants(
-    setup: Setup, layout: Layout, shapes: ModelShapes | None, plan: Plan, compare: Comparison | None
-) -> Iterator[Variant]:
-    optimizer = setup.optimizer
-    runs: dict[str, Setup] = {}
-    if compare == "form":
-        if not isinstance(optimizer, MomentumConfig):
-            reason = f"optimizer={optimizer.name} has no forms to compare"
-            raise ConfigError(Problem(key="--compare", value="form", reason=reason, fix="use optimizer=muon"))
-        runs = {form: replace(setup, optimizer=replace(optimizer, form=form)) for form in FORMS}
-    for name, run in runs.items():
-        alternative = plan if run == setup else plan_unbounded(run, layout, shapes)
-        yield Variant(
-            name=name,
-            balance=balance(alternative),
-            communication=communication(run, layout, alternative),
-            memory_bytes=plan_memory(run, layout, alternative).total,
-            result=simulate_plan(with_cores(run), layout, alternative),
-        )
 
 
 def assumptions() -> tuple[str, ...]:

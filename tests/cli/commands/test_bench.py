@@ -56,8 +56,8 @@ def test_a_bench_directory_keeps_settings_plan_and_result(done: tuple[Path, subp
     assert read_plan(run / "plan-canzona.json").subject.settings.splitting == "qkv"
     assert not (run / "plan-sc.json").exists()
     assert {path.name for path in run.glob("config-*.yaml")} == {"config-canzona.yaml", "config-sc.yaml"}
-    assert json.loads((run / "sitting-0" / "result.json").read_text(encoding="utf-8"))["status"] == "done"
-    assert "canzona_cli.bench.worker" in (run / "sitting-0" / "command.txt").read_text(encoding="utf-8")
+    assert json.loads((run / "ranks" / "result.json").read_text(encoding="utf-8"))["status"] == "done"
+    assert "canzona_cli.bench.worker" in (run / "ranks" / "command.txt").read_text(encoding="utf-8")
 
 
 def test_mistakes_are_told_at_once_and_leave_nothing(tmp_path: Path) -> None:

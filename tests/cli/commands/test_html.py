@@ -89,7 +89,7 @@ def test_a_page_shows_no_planned_times_that_the_terminal_hides(tmp_path: Path) -
 
 def test_the_page_says_what_the_terminal_says(tmp_path: Path) -> None:
     """Whatever the terminal prints of a plan, but for what it draws of characters, is on the page word for word."""
-    arguments = ("plan", "recipe=qwen3-0.6b", "gpus=16", "--dry-run", "--compare", "form", "--assumptions")
+    arguments = ("plan", "recipe=qwen3-0.6b", "gpus=16", "--dry-run", "-v", "--assumptions")
     page, printed = page_and_output(*arguments, to=tmp_path / "plan.html")
     said = printed.partition("Update time of every rank")[0] + printed.partition("Assumptions")[2]
     on_page = _words(page.words)

@@ -74,7 +74,7 @@ def test_the_arguments_may_be_typed() -> None:
 
 
 def test_options_of_a_plan_do_not_go_with_it() -> None:
-    options = (["--out", "x.json"], ["--layouts"], ["--compare", "form"], ["--shapes", "x.yaml"], ["optimizer=soap"])
+    options = (["--out", "x.json"], ["--layouts"], ["--shapes", "x.yaml"], ["optimizer=soap"])
     for option in options:
         result = canzona("plan", "--from-megatron", FILES / "llama3-8b.txt", *option, code=2)
         assert option[0].partition("=")[0] in result.stderr
