@@ -22,7 +22,7 @@ _OTHER_WORDS = {
     "convert": "checkpoint export",
     "import": "checkpoint import",
     "tokenize": "data prepare",
-    "check": "validate",
+    "check": "train --dry-run",
     "submit": "slurm --submit",
     "benchmark": "bench",
     "list": "recipes list",
@@ -36,6 +36,7 @@ _OTHER_WORDS = {
 }
 """canzona's commands, by their names in other programs and by the bare names of subcommands."""
 _REMOVED: Mapping[str, str] = {
+    "validate": "use canzona train --dry-run, also with --json",
     "tune": "use canzona plan --layouts, then canzona bench of two recipes",
     "plan --compare": "use -v for the phases of every strategy, or several values: optimizer.form=standard,gram",
     "bench --sweep": "use canzona train with --sweep, then canzona report --compare",

@@ -1,13 +1,18 @@
 """`canzona train`: parses the options. `train_run`, which is imported later, does the work."""
 
-from typing import Annotated
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Option
 
 from canzona_cli.cli.commands.output import RecipesDirs, key_values, show, tell
-from canzona_cli.core.errors import Clash, Problem, clashes, refuse
+from canzona_cli.core.errors import CanzonaError, Clash, Problem, clashes, refuse
 from canzona_cli.records.streams import mark_training_run
+
+if TYPE_CHECKING:
+    from canzona_cli.cli.views.train_dry_run import DryRun
 
 CLASHES = (
     Clash(
@@ -94,20 +99,41 @@ def train(
             else:
                 from canzona_cli.cli.commands.train_run import run
 
-                run(
-                    arguments,
-                    recipes_dir or [],
-                    requests,
-                    dry_run=dry_run,
-                    prepare_only=prepare_only,
-                    show_config=show_config,
-                    quiet=quiet and not printed,
-                    present=(lambda description: show(description.as_json())) if as_json else show,
-                )
+                with _refusals_as_json() if as_json else nullcontext(show) as present:
+                    run(
+                        arguments,
+                        recipes_dir or [],
+                        requests,
+                        dry_run=dry_run,
+                        prepare_only=prepare_only,
+                        show_config=show_config,
+                        quiet=quiet and not printed,
+                        present=present,
+                    )
         except Preempted as request:
             outcome = early_stop_outcome(None, request)
             tell(outcome.message)
             raise typer.Exit(outcome.exit_code) from None
+
+
+@contextmanager
+def _refusals_as_json() -> "Iterator[Callable[[DryRun], None]]":
+    """Provides a function that prints a run as JSON. An error that is raised before that is printed as JSON too."""
+    shown: list[DryRun] = []
+
+    def present(description: "DryRun") -> None:
+        shown.append(description)
+        show(description.as_json())
+
+    try:
+        yield present
+    except CanzonaError as error:
+        if shown:
+            raise
+        from canzona_cli.cli.views.train_dry_run import refused_json
+
+        show(refused_json(error))
+        raise typer.Exit(error.exit_code) from None
 
 
 def _weights(where: str | None) -> list[str]:

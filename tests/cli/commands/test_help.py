@@ -49,7 +49,8 @@ def test_version() -> None:
         (["train", "recipe=tiny", "--trace", "3-4"], "use --profile FIRST-LAST"),
         (["resume", "nowhere"], "RUN = nowhere"),
         (["--versoin"], "--version"),
-        (["validate", "--x"], "--x"),
+        (["validate", "recipe=tiny"], "use canzona train --dry-run"),
+        (["slurm", "--x"], "--x"),
     ],
 )
 def test_misuse_is_exit_code_2_with_a_hint(arguments: list[str], hint: str) -> None:
@@ -65,7 +66,7 @@ def test_misuse_is_exit_code_2_with_a_hint(arguments: list[str], hint: str) -> N
         ("train --recipe qwen3-tiny --dry-run", ["write recipe=qwen3-tiny"]),
         ("train --config f.yaml", ["write recipe=f.yaml"]),
         ("train recipe=tiny -n 4", ["write gpus=4"]),
-        ("validate --gpus 4 --tp=2 --lr 0.1", ["write gpus=4", "write parallel.tp=2", "write optimizer.lr=0.1"]),
+        ("train --gpus 4 --tp=2 --lr 0.1", ["write gpus=4", "write parallel.tp=2", "write optimizer.lr=0.1"]),
         ("train recipe=tiny --resume runs/A", ["write run.dir=runs/A: a run continues in its directory"]),
         ("train --stesp 3", ["write train.steps=3"]),
         ("train --dryrun", ["did you mean --dry-run?"]),
@@ -76,13 +77,13 @@ def test_misuse_is_exit_code_2_with_a_hint(arguments: list[str], hint: str) -> N
         ("finetune recipe=tiny", ["init=DIR starts from the weights of a Hugging Face folder"]),
         ("lora recipe=tiny", ["see canzona --help"]),
         ("version", ["write canzona --version"]),
-        ("validate recipe=tiny train.steps=20,", ["write train.steps=20"]),
-        ("validate recipe=tiny gpus:4", ["write gpus=4"]),
-        ("validate recipe=tiny schedule=wsd", ["for example schedule.decay=wsd"]),
-        ("validate recipe=tiny optimizer.schedule=wsd", ["did you mean schedule.decay?"]),
-        ("validate recipe=tiny train.tokens=1e9", ["write train.steps=N, with N = tokens / train.batch_tokens"]),
-        ("validate recipe=tiny model.moe_router=8 run.wandb=true", ["leave it out", "write run.trackers=[wandb]"]),
-        ("validate recipe=tiny cluster.memory_gb_per_s=0", ["for example cluster.memory_gb_per_s=3350"]),
+        ("train recipe=tiny train.steps=20,", ["write train.steps=20"]),
+        ("train recipe=tiny gpus:4", ["write gpus=4"]),
+        ("train recipe=tiny schedule=wsd", ["for example schedule.decay=wsd"]),
+        ("train recipe=tiny optimizer.schedule=wsd", ["did you mean schedule.decay?"]),
+        ("train recipe=tiny train.tokens=1e9", ["write train.steps=N, with N = tokens / train.batch_tokens"]),
+        ("train recipe=tiny model.moe_router=8 run.wandb=true", ["leave it out", "write run.trackers=[wandb]"]),
+        ("train recipe=tiny cluster.memory_gb_per_s=0", ["for example cluster.memory_gb_per_s=3350"]),
     ],
 )
 def test_what_other_programs_would_take_is_answered_with_what_to_write(typed: str, fixes: list[str]) -> None:
@@ -96,7 +97,7 @@ def test_what_other_programs_would_take_is_answered_with_what_to_write(typed: st
     ("arguments", "unneeded"),
     [
         (["--help"], (*HEAVY, "hydra", "omegaconf", "pydantic", "yaml", "rich.table", "canzona_cli.core.setup")),
-        (["validate", "recipe=tiny"], HEAVY),
+        (["train", "--dry-run", "recipe=tiny"], HEAVY),
         (["slurm", "recipe=tiny"], HEAVY),
     ],
 )

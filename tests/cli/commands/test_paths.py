@@ -8,10 +8,10 @@ from tests.cli.commands.support import canzona
 
 NOBODY = "~nosuchuser/x"
 COMMANDS = {
-    "recipe": ("validate", f"recipe={NOBODY}.yaml"),
-    "cluster": ("validate", "recipe=tiny", f"cluster={NOBODY}.yaml"),
+    "recipe": ("train", "--dry-run", f"recipe={NOBODY}.yaml"),
+    "cluster": ("train", "--dry-run", "recipe=tiny", f"cluster={NOBODY}.yaml"),
     "recipes": ("recipes", "list", "--recipes-dir", NOBODY),
-    "name of a recipe": ("validate", f"recipe={NOBODY}"),
+    "name of a recipe": ("train", "--dry-run", f"recipe={NOBODY}"),
     "run": ("train", "recipe=tiny", f"run.dir={NOBODY}", "--dry-run", "run.nothing=1"),
     "plan": ("train", "recipe=tiny", f"engine.plan={NOBODY}", "--dry-run"),
     "data": ("train", "recipe=tiny", "data=prepared", f"data.path={NOBODY}", "--dry-run"),
