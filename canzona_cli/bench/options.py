@@ -19,7 +19,6 @@ class Options:
     """The strategies that the user named; None for every possible strategy."""
     rounds: int
     steps_per_turn: int
-    out: Path | None
     html: Path | None
     problems: tuple[Problem, ...]
 
@@ -29,7 +28,6 @@ def read_options(
     strategies: Sequence[str],
     rounds: int,
     steps_per_turn: int,
-    out: Path | None = None,
     html: Path | None = None,
 ) -> Options:
     """Checks the options. Problems are returned in `Options.problems`, so that they can be raised together
@@ -43,14 +41,12 @@ def read_options(
         *_unknown_strategies(names),
         *_length_problems(rounds, steps_per_turn),
         *page_problems(html),
-        *_out_problems(out),
     ]
     return Options(
         strategies=tuple(name for name in STRATEGIES if name in names) or None,
         # Invalid numbers are already in `problems`. They are corrected here so that the rest can be checked.
         rounds=max(1, rounds),
         steps_per_turn=max(2, steps_per_turn),
-        out=out,
         html=html,
         problems=tuple(problems),
     )
@@ -87,11 +83,6 @@ def page_problems(html: Path | None) -> Iterator[Problem]:
         yield Problem(key="--html", value=html, reason="must end in .html", fix=f"use --html {html.stem}.html")
     elif html is not None and (reason := _write_obstacle(html)):
         yield Problem(key="--html", value=html, reason=reason, fix="choose a file in a writable folder: --html FILE")
-
-
-def _out_problems(out: Path | None) -> Iterator[Problem]:
-    if out is not None and (reason := _write_obstacle(out)):
-        yield Problem(key="--out", value=out, reason=reason, fix="choose a file in a writable folder: --out FILE")
 
 
 def _write_obstacle(path: Path) -> str:

@@ -178,7 +178,7 @@ def test_a_dry_run_says_that_a_run_would_begin_with_other_weights_or_why_not(tmp
     root = tmp_path / "my, run"
     canzona("train", *TYPED, f"run.dir='{root}'", environment={"STAND_IN": "done"}, code=0)
     other = [text.replace("adamw", "muon") for text in TYPED]
-    new = ("train", *other, "--weights-from", str(root), "--dry-run")
+    new = ("train", *other, f"init='{root}'", "--dry-run")
     would = canzona(*new, code=0)
     newest = root / "checkpoints" / f"step-{STEPS:08d}"
     assert f"the run would start at step 1 with the weights of {newest}" in would.stderr

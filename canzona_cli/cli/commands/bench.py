@@ -8,16 +8,13 @@ from typer import Option
 from canzona_cli.cli.commands.output import (
     AsJson,
     HtmlFile,
-    JsonFile,
     RecipesDirs,
     key_values,
     progress,
     show,
     warn,
-    write_out,
     write_page,
 )
-from canzona_cli.records.words import json_text
 
 if TYPE_CHECKING:
     from canzona_cli.bench.options import Options
@@ -44,7 +41,6 @@ def bench(
         int, Option(metavar="K", help="Training steps per strategy and round; the first is not measured.")
     ] = 3,
     as_json: AsJson = False,
-    out: JsonFile = None,
     html: HtmlFile = None,
     recipes_dir: RecipesDirs = None,
 ) -> None:
@@ -56,9 +52,7 @@ def bench(
     from canzona_cli.bench.options import read_options
     from canzona_cli.bench.session import prepare, run
 
-    options = read_options(
-        strategies=strategies or (), rounds=rounds, steps_per_turn=steps_per_turn, out=out, html=html
-    )
+    options = read_options(strategies=strategies or (), rounds=rounds, steps_per_turn=steps_per_turn, html=html)
     session = prepare(
         overrides or [],
         strategies=options.strategies,
@@ -75,20 +69,17 @@ def bench(
 
 
 def conclude(result: "BenchResult", options: "Options", *, as_json: bool) -> None:
-    """Writes a result, checks its losses, and shows it.
+    """Checks the losses of a result, and shows it.
 
-    If the losses of strategies differ, `check_losses` raises after the JSON has been printed or written, so
-    that no page shows a speed-up.
+    If the losses of strategies differ, `check_losses` raises after the JSON has been printed, so that no page shows a
+    speed-up.
     """
     from canzona_cli.bench.results import check_losses, content_of
     from canzona_cli.cli.views.bench import BenchView
 
-    content, view = content_of(result), BenchView(result)
+    view = BenchView(result)
     if as_json:
-        show(content)
-    if options.out is not None:
-        fix = "bench.json in the bench directory has the same content"
-        write_out(options.out, json_text(content) + "\n", fix)
+        show(content_of(result))
     check_losses(result)
     if options.html is not None:
         from canzona_cli.cli.views.document import document

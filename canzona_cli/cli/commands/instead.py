@@ -39,12 +39,16 @@ _REMOVED: Mapping[str, str] = {
     "validate": "use canzona train --dry-run, also with --json",
     "tune": "use canzona plan --layouts, then canzona bench of two recipes",
     "plan --compare": "use -v for the phases of every strategy, or several values: optimizer.form=standard,gram",
+    "bench --out": "bench.json in the bench directory is the same, and --json prints it",
     "bench --sweep": "use canzona train with --sweep, then canzona report --compare",
     "bench --values": "write them as a setting: canzona train optimizer=muon,soap --sweep",
     "bench --simulate": "use canzona plan recipe=NAME gpus=8,64,256; with -v and one number of GPUs: all strategies",
     "recipes layouts": "use canzona plan recipe=NAME gpus=8,64,256, or --layouts for one number of GPUs",
-    "train --trace": "use --profile FIRST-LAST: torch's profiler writes a Chrome trace of each rank",
-    "report --trace": "train with --profile FIRST-LAST: torch's profiler writes a Chrome trace of each rank",
+    "train --trace": "write run.profile_steps=[FIRST,LAST]: torch's profiler writes a Chrome trace of each rank",
+    "report --trace": "train with run.profile_steps=[FIRST,LAST]: torch's profiler writes a Chrome trace of each rank",
+    "train --profile": "write run.profile_steps=[FIRST,LAST]",
+    "train --weights-from": "write init=RUN, or the path of a checkpoint or a Hugging Face folder",
+    "eval --out": "--json prints the JSON: canzona eval RUN --json > FILE.json",
 }
 """The fixes for removed commands and options; an option or a subcommand is preceded by its command."""
 _LEAVE_OUT = "leave it out"

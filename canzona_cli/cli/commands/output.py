@@ -190,7 +190,6 @@ RunOrCheckpoint = Annotated[
 Step = Annotated[int | None, Option("--step", metavar="N", help="The step of the checkpoint. [default: the newest]")]
 Destination = Annotated[Path, Argument(metavar="DEST.yaml", help="The file to write.")]
 Force = Annotated[bool, Option("--force", help="Replace the file if it exists.")]
-JsonFile = Annotated[Path | None, Option("--out", metavar="FILE.json", help="Also write the JSON to this file.")]
 AsJson = Annotated[bool, Option("--json", help="Print JSON instead of text.")]
 HtmlFile = Annotated[
     Path | None, Option("--html", metavar="FILE.html", help="Also write a self-contained page for a browser.")

@@ -54,16 +54,6 @@ def train(
             "optimizer.lr=muon:5e-3,1e-2,adamw:1e-3,3e-3).",
         ),
     ] = False,
-    profile: Annotated[
-        str | None,
-        Option(metavar="FIRST-LAST", help="Trace these steps with torch's profiler (run.profile_steps)."),
-    ] = None,
-    weights_from: Annotated[
-        str | None,
-        Option(
-            metavar="RUN|CHECKPOINT|DIR", help="Start from the weights of a run or a Hugging Face folder (also init=)."
-        ),
-    ] = None,
     quiet: Annotated[
         bool, Option("--quiet", "-q", help="Print only warnings, errors and one line at the end.")
     ] = False,
@@ -89,19 +79,18 @@ def train(
     requests = Requests(raising=True)
     with handle_signals(requests.add, to_the_end=True):
         try:
-            arguments = [*(overrides or []), *_profiled_steps(profile), *_weights(weights_from)]
             # These imports take a while, and signals that arrive meanwhile must be handled.
             if sweep:
                 from canzona_cli.cli.commands.train_sweep import sweep as train_swept
 
                 options = {"dry_run": dry_run, "prepare_only": prepare_only, "show_config": show_config}
-                train_swept(arguments, recipes_dir or [], requests, **options)
+                train_swept(overrides or [], recipes_dir or [], requests, **options)
             else:
                 from canzona_cli.cli.commands.train_run import run
 
                 with _refusals_as_json() if as_json else nullcontext(show) as present:
                     run(
-                        arguments,
+                        overrides or [],
                         recipes_dir or [],
                         requests,
                         dry_run=dry_run,
@@ -134,26 +123,3 @@ def _refusals_as_json() -> "Iterator[Callable[[DryRun], None]]":
 
         show(refused_json(error))
         raise typer.Exit(error.exit_code) from None
-
-
-def _weights(where: str | None) -> list[str]:
-    """Returns the override for `--weights-from`; empty without the option."""
-    from canzona_cli.config.overrides import text_value
-
-    return [] if where is None else [f"checkpoint.weights_from={text_value(where)}"]
-
-
-def _profiled_steps(text: str | None) -> list[str]:
-    """Converts `--profile 5-7` to the override run.profile_steps=[5,7], and `--profile 5` to the single step 5;
-    returns no override without the option.
-
-    Raises:
-        ConfigError: the value is not a range of steps.
-    """
-    if text is None:
-        return []
-    steps = [part.strip() for part in text.split("-")]
-    if len(steps) > 2 or not all(part.isdecimal() for part in steps):
-        reason = "is not the first and the last step to record"
-        refuse([Problem(key="--profile", value=text, reason=reason, fix="for example --profile 5-7")])
-    return [f"run.profile_steps=[{int(steps[0])},{int(steps[-1])}]"]

@@ -72,7 +72,7 @@ class PlanView(Page):
         sections: Sequence[Callable[[Study, Screen], Iterator[RenderableType]]] = [strategies]
         if self.verbose:
             yield from labelled_rows(self._rows())
-            sections = [strategies_section, phases, load_map, memory, streams]
+            sections = [strategies_section, phases, *([load_map] * screen.page), memory, *([streams] * screen.page)]
         else:
             yield from labelled_rows(self._main_rows())
         for section in sections:
@@ -87,7 +87,8 @@ class PlanView(Page):
             yield paragraph(f"Plan {name} was written to {self.written}.")
         elif self.verbose:
             yield paragraph(f"Plan {name}")
-        yield from map(note, self._hints())
+        if not screen.page:
+            yield note(self._hint())
 
     @property
     def _unit(self) -> str:
@@ -217,17 +218,11 @@ class PlanView(Page):
         expected = "" if error is None else f"; expected RMS error of the singular values: {error:g}"
         return f"{shapes}{expected}"
 
-    def _hints(self) -> Iterator[str]:
-        """Yields hints about the options that show more."""
-        hints = (
-            []
-            if self.assumptions
-            else [f"Simulated under {len(self.study.assumptions)} assumptions; --assumptions lists them."]
-        )
-        if not self.verbose:
-            hints.append("-v adds all details.")
-        if hints:
-            yield " ".join(hints)
+    def _hint(self) -> str:
+        """Returns a hint about the options that show more."""
+        counted = f"Simulated under {len(self.study.assumptions)} assumptions; --assumptions lists them. "
+        more = "--html FILE draws timelines and the load of every rank." if self.verbose else "-v adds all details."
+        return counted * (not self.assumptions) + more
 
 
 def _shared(kind: UpdateKind) -> str:
@@ -363,19 +358,16 @@ def memory(study: Study, screen: Screen) -> Iterator[RenderableType]:
 
 
 def streams(study: Study, screen: Screen) -> Iterator[RenderableType]:
-    """Yields the timeline of the rank that finishes last: the full iteration, then its part from gradient
-    norm and clipping on, enlarged. In a page, the enlarged part shows all recorded ranks."""
+    """Yields the timeline of the rank that finishes last, and that of all recorded ranks from gradient norm and
+    clipping on, enlarged."""
     result = study.planned.result
     slowest, end_s = result.slowest_rank, max(event.end_s for event in result.events)
     enlarged_start_s = min((event.start_s for event in result.events if event.phase == "norm_clip"), default=0.0)
     yield section_head("Timeline", f" of {study.strategy} on rank {slowest}, which finishes last")
     slowest_lanes = planned_lanes([event for event in result.events if event.rank == slowest])
-    yield Lanes(title="iteration", rows=slowest_lanes, end_s=end_s)
+    yield Lanes(rows=slowest_lanes, end_s=end_s)
     late_events = [event for event in result.events if event.end_s > enlarged_start_s]
-    enlarged_lanes = planned_lanes(late_events) if screen.page else slowest_lanes
-    yield Lanes(title="enlarged", rows=enlarged_lanes, start_s=enlarged_start_s, end_s=end_s)
-    if not (screen.colour or screen.page):
-        yield note("Lower-case letters: phases fill less than half of the time slice.")
+    yield Lanes(rows=planned_lanes(late_events), start_s=enlarged_start_s, end_s=end_s)
 
 
 _SHOWN = 4

@@ -204,7 +204,7 @@ def _timeline(files: RunFiles, layout: Layout | None, planned: Prediction | None
     if planned is not None and planned.events:
         yield tag("h3", f"planned, profile {planned.profile}")
         end_s = max(event.end_s for event in planned.events)
-        yield Lanes(title="planned", rows=planned_lanes(planned.events), end_s=end_s)
+        yield Lanes(rows=planned_lanes(planned.events), end_s=end_s)
 
 
 def _measured_lanes(ranks: Sequence[RankTimeline], layout: Layout | None) -> Lanes:
@@ -218,7 +218,7 @@ def _measured_lanes(ranks: Sequence[RankTimeline], layout: Layout | None) -> Lan
         transfers = lanes(step.transfers)
         rows += [Lane(label="in flight", intervals=_shift(lane, shift_s)) for lane in transfers[:2]]
     end_s = max(rank.steps[-1].end_s + shifts[rank.clock] for rank in ranks)
-    return Lanes(title="measured", rows=rows, end_s=end_s - begin_s)
+    return Lanes(rows=rows, end_s=end_s - begin_s)
 
 
 def lanes(intervals: Iterable[Interval]) -> list[list[Interval]]:

@@ -91,9 +91,9 @@ def test_the_page_says_what_the_terminal_says(tmp_path: Path) -> None:
     """Whatever the terminal prints of a plan, but for what it draws of characters, is on the page word for word."""
     arguments = ("plan", "recipe=qwen3-0.6b", "gpus=16", "--dry-run", "-v", "--assumptions")
     page, printed = page_and_output(*arguments, to=tmp_path / "plan.html")
-    said = printed.partition("Update time of every rank")[0] + printed.partition("Assumptions")[2]
+    said = printed.partition("Memory of the fullest")[0] + printed.partition("Assumptions")[2]
     on_page = _words(page.words)
-    missing = _words(said.partition("-v adds")[0]) - on_page
+    missing = _words(said.partition("--html FILE")[0]) - on_page
     assert len(on_page) > 300
     assert missing == set()
     assert len(page.all("rect", class_="cell")) == 3 * 16

@@ -133,7 +133,7 @@ def test_everything_about_a_plan_fits_the_width_of_its_terminal(large: dict[str,
     assert len(whole) == 1, "the hash is not cut, for it is to be copied"
     assert max(len(line) for line in lines if line not in whole) <= 80
     text = " ".join(result.stdout.split())
-    for words in ("load balance", "lower bound", "padding", "layerwise", "Memory", "Timeline", "Assumptions"):
+    for words in ("load balance", "lower bound", "padding", "layerwise", "Memory", "Phases", "Assumptions"):
         assert words in text
     assert "off until verified here: gram, graphs, fused, shared (see -v)" in short
     assert "once verified (gram, graphs, fused): " in text

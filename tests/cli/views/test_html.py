@@ -66,11 +66,11 @@ def test_bars_share_one_scale() -> None:
 def test_lanes_of_thousands_of_moments_stay_small_and_keep_their_ends() -> None:
     names = ("forward", "backward")
     moments = [Interval(name=names[n % 2], start_s=n * 5e-5, end_s=(n + 1) * 5e-5) for n in range(20_000)]
-    found = page(Lanes(title="", rows=[Lane(label="rank 0", intervals=moments)], end_s=1.0).html()).all("rect")
+    found = page(Lanes(rows=[Lane(label="rank 0", intervals=moments)], end_s=1.0).html()).all("rect")
     assert len(found) < 3000
     edges = [float(rect.attributes["x"].rstrip("%")) for rect in found]
     assert edges == sorted(edges)
-    few = page(Lanes(title="", rows=[Lane(label="rank 0", intervals=moments[:2])], end_s=1e-4).html()).all("rect")
+    few = page(Lanes(rows=[Lane(label="rank 0", intervals=moments[:2])], end_s=1e-4).html()).all("rect")
     assert [rect.attributes["width"] for rect in few] == ["50%", "50%"]
 
 
