@@ -13,9 +13,8 @@ from canzona_cli.config.compose import dump_resolved
 from canzona_cli.config.resolve import fill
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.links import Links, strided_group
-from canzona_cli.core.errors import ConfigError, ExitCode, write_error
+from canzona_cli.core.errors import ConfigError, ExitCode, problem_with, write_error
 from canzona_cli.core.setup import ClusterConfig, Layout
-from canzona_cli.core.setup.problems import problem_with
 from canzona_cli.core.writing import write_text_atomic
 from canzona_cli.launch import preflight, torchrun
 from canzona_cli.launch.machines import Machines

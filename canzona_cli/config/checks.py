@@ -17,12 +17,11 @@ from typing import get_args
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.secrets import safety_problems
 from canzona_cli.config.settings import settings
-from canzona_cli.core.errors import Problem, closest
+from canzona_cli.core.errors import Problem, closest, with_own_values
 from canzona_cli.core.reading import expanded
 from canzona_cli.core.setup import STANDARD_ONLY, Collective, CustomConfig, Execution, MomentumConfig
 from canzona_cli.core.setup.execution import RELEASED_TP_MODES, has_tp_modes
 from canzona_cli.core.setup.layout_rules import layout_problems
-from canzona_cli.core.setup.problems import with_own_values
 
 BYTE_TOKENIZER_IDS = 257
 """The number of ids of the byte tokenizer: 256 bytes and an end-of-document token."""

@@ -22,9 +22,8 @@ from canzona_cli.config.recipes import GROUPS, builtin_recipes_dir, group_option
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import override_text, settings
 from canzona_cli.config.unknown_keys import exact_key
-from canzona_cli.core.errors import ConfigError, Problem, refuse
+from canzona_cli.core.errors import ConfigError, Problem, refuse, value_of
 from canzona_cli.core.reading import read_yaml
-from canzona_cli.core.setup.problems import value_of
 from canzona_cli.core.setup.stages import count_parts_as_layers
 
 _REQUIRED: Final = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")

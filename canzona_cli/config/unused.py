@@ -7,10 +7,9 @@ from collections.abc import Iterator
 
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import override_text
-from canzona_cli.core.errors import Problem
+from canzona_cli.core.errors import Problem, value_of, with_own_values
 from canzona_cli.core.setup import AdamWConfig, CustomConfig, Execution, FastPath, MomentumConfig
 from canzona_cli.core.setup.execution import has_tp_modes
-from canzona_cli.core.setup.problems import value_of, with_own_values
 
 _REFUSED = (
     ("train.grad_reduce_dtype", ("fp32",), "train.precision=bf16"),

@@ -12,9 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from canzona_cli.config.schema import DataConfig, RunConfig
-from canzona_cli.core.errors import CanzonaError, ConfigError, Problem, collect_problems, refuse
+from canzona_cli.core.errors import CanzonaError, ConfigError, Problem, collect_problems, problem_with, refuse
 from canzona_cli.core.reading import expanded
-from canzona_cli.core.setup.problems import problem_with
 from canzona_cli.core.writing import write_text_atomic
 from canzona_cli.data.build import BuildSettings, Progress, build_pair, disk_problem
 from canzona_cli.data.division import ReportProgress, split_tokens

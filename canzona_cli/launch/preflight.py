@@ -19,10 +19,9 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs import machine
 from canzona_cli.core.costs.gpus import visible_gpus
 from canzona_cli.core.costs.memory import GIB, estimate
-from canzona_cli.core.errors import EnvironmentProblem, Problem, refuse
+from canzona_cli.core.errors import EnvironmentProblem, Problem, problem_with, refuse
 from canzona_cli.core.reading import expanded
 from canzona_cli.core.setup import ClusterConfig, Layout
-from canzona_cli.core.setup.problems import problem_with
 from canzona_cli.launch.torchrun import node_count, on_one_machine, port_in_use, ranks_per_node, worker_environment
 from canzona_cli.records.files import cache_root
 

@@ -84,7 +84,8 @@ def test_neither_side_is_empty_unless_all_documents_are_equal(tmp_path: Path, sh
     assert not drawn_by_us(tmp_path, texts(5), 0.0).any(), "nothing is held out with a share of 0"
 
 
-def test_tokens_are_read_once_and_again_when_they_change(tmp_path: Path) -> None:
+def test_tokens_are_read_once_and_again_when_they_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CANZONA_CACHE", str(tmp_path / "cache"))
     pair, settings = inspect_pair(write(tmp_path / "p", texts(20))), of_share(0.3)
     said: list[str] = []
     for times in (1, 1):

@@ -11,8 +11,8 @@ from canzona_cli.config.megatron_arguments import limited, table
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.unknown_keys import exact_key
 from canzona_cli.core.engine.stored_state import SHARDING
+from canzona_cli.core.errors import value_of
 from canzona_cli.core.setup import OptimizerConfig
-from canzona_cli.core.setup.problems import value_of
 
 _DECAYS: Final = {"wsd": "WSD"}
 _FIXED: Final[Mapping[str, object]] = {

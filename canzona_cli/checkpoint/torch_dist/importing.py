@@ -26,10 +26,9 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import override_text
 from canzona_cli.config.settings import settings as all_settings
 from canzona_cli.core.engine.stored_state import stored_step
-from canzona_cli.core.errors import CheckpointInvalid, Problem, refuse
+from canzona_cli.core.errors import CheckpointInvalid, Problem, refuse, value_of
 from canzona_cli.core.model.geometry import unit_shape
 from canzona_cli.core.optimizers.facts import MOMENTS
-from canzona_cli.core.setup.problems import value_of
 from canzona_cli.core.writing import write_text_atomic
 from canzona_cli.records.files import RunFiles
 

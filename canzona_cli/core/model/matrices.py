@@ -15,14 +15,13 @@ from functools import lru_cache
 from itertools import groupby
 from typing import ClassVar, Literal
 
-from canzona_cli.core.errors import ConfigError, refuse
+from canzona_cli.core.errors import ConfigError, problem_with, refuse
 from canzona_cli.core.fields import CountOrZero, Side
 from canzona_cli.core.model.families import EMBEDDING, FINAL_NORM, OUTPUT, family_of
 from canzona_cli.core.model.family import Kind
 from canzona_cli.core.setup import Execution, KroneckerConfig, Layout, ModelConfig, OptimizerName, Setup, Splitting
 from canzona_cli.core.setup.execution import splitting_of
 from canzona_cli.core.setup.layout_rules import uneven_problems
-from canzona_cli.core.setup.problems import problem_with
 from canzona_cli.core.setup.stages import chunk_layers, pipeline_problems
 
 Shape = tuple[int, int]

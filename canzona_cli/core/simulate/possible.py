@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import groupby, product
 from operator import attrgetter
 
-from canzona_cli.core.errors import ConfigError, Problem, refuse
+from canzona_cli.core.errors import ConfigError, Problem, problem_with, refuse, with_own_values
 from canzona_cli.core.setup import Layout, Recompute, Setup
 from canzona_cli.core.setup.layout import batch_multiple
 from canzona_cli.core.setup.layout_rules import (
@@ -17,7 +17,6 @@ from canzona_cli.core.setup.layout_rules import (
     may_have_whole_experts,
     possible_tp,
 )
-from canzona_cli.core.setup.problems import problem_with, with_own_values
 from canzona_cli.core.setup.stages import possible_pp, possible_vpp
 
 BATCH_TOLERANCE = 0.125
