@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Prints published step times with their predictions, as Markdown.
 
-    python scripts/published.py [--rows FILE] [--quick]
+    python scripts/published.py [--rows FILE]
 
 An error is predicted / measured - 1; the error of a layout is the mean over its numbers of GPUs. Summaries keep rows to
 which a number was fitted apart from all others. Exits 1 if a goal is missed, or if two layouts of a model are predicted
@@ -52,12 +52,11 @@ RANGES = {"sustained_tflops": 0.05, "passes": 0.25, "speed_spread": 0.5}
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rows", type=Path, default=ROWS, help="a file of rows like scripts/published.yaml")
-    parser.add_argument("--quick", action="store_true", help="skip the fit to the series that are marked as fitted")
     arguments = parser.parse_args()
     published = load_published(arguments.rows)
     compared = list(compare(published))
     optimizer = list(price_rows(published.kernels, published.steps))
-    refit = None if arguments.quick else refitted(published, compared)
+    refit = refitted(published, compared)
     figures = figures_of(compared, optimizer, refit)
     print("\n".join([*tables(published, compared, refit, figures), "", *optimizer_tables(optimizer)]))
     missed = [name for name, goal in GOALS.items() if figures.get(name, 0.0) > goal]
@@ -68,9 +67,7 @@ def main() -> int:
     return int(bool(missed or wrong))
 
 
-def figures_of(
-    compared: Sequence[PredictedSeries], optimizer: Sequence[PricedRow], refit: "Refit | None"
-) -> dict[str, float]:
+def figures_of(compared: Sequence[PredictedSeries], optimizer: Sequence[PricedRow], refit: "Refit") -> dict[str, float]:
     """Returns the summary figures by name, as shares (0.01 is 1%), of series and rows to which nothing was fitted.
     `GOALS` has limits for some of them."""
     tests, fp8 = counted_series(compared), counted_series(compared, precision="fp8")
@@ -84,7 +81,7 @@ def figures_of(
         **(
             {"FP8 MAPE": mean_absolute_error(fp8), "FP8 worst": max(abs(layout.error) for layout in fp8)} if fp8 else {}
         ),
-        **({"refit": refit.most_changed} if refit else {}),
+        "refit": refit.most_changed,
         "memory": max(memory),
         "optimizer MAPE": mean_error,
     }
@@ -161,7 +158,7 @@ def scaled_passes(factor: float) -> Iterator[None]:
 
 
 def tables(
-    published: Published, compared: Sequence[PredictedSeries], refit: Refit | None, figures: dict[str, float]
+    published: Published, compared: Sequence[PredictedSeries], refit: Refit, figures: dict[str, float]
 ) -> Iterator[str]:
     heads = [
         "model",
@@ -199,15 +196,14 @@ def tables(
     yield f"Models with experts, fitted series. {_summary(counted_series(compared, fitted=True, experts=True))}"
     peaks = sum(row.memory_error is not None for layout in compared for row in layout.rows)
     yield f"Peak memory, to which nothing was fitted: {peaks} runs, at most {figures['memory']:.1%} off"
-    if refit is not None:
-        values, profile = (
-            f"{numbers['sustained_tflops']:.0f} TFLOP/s, {numbers['passes']:.2f} and {numbers['speed_spread']:.2%}"
-            for numbers in (refit.values, refit.profile)
-        )
-        yield (
-            f"Fitted to the fitted dense series alone, the three numbers would be {values} instead of {profile}, and "
-            f"the other predictions of dense models would change by at most {refit.most_changed:.1%}"
-        )
+    values, profile = (
+        f"{numbers['sustained_tflops']:.0f} TFLOP/s, {numbers['passes']:.2f} and {numbers['speed_spread']:.2%}"
+        for numbers in (refit.values, refit.profile)
+    )
+    yield (
+        f"Fitted to the fitted dense series alone, the three numbers would be {values} instead of {profile}, and "
+        f"the other predictions of dense models would change by at most {refit.most_changed:.1%}"
+    )
     yield "Goals: " + ", ".join(
         f"{name} {figures[name]:.1%} of {goal:.0%}" for name, goal in GOALS.items() if name in figures
     )

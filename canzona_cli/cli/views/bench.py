@@ -8,8 +8,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from canzona_cli.bench.results import BenchResult, Machine, Predicted, StrategyBench, loss_references
-from canzona_cli.cli.views.charts import Bars, LoadMaps, phase_bar, step_bars
-from canzona_cli.cli.views.curves import Curve, Curves
+from canzona_cli.cli.views.charts import LoadMaps
 from canzona_cli.cli.views.header import describe_layout
 from canzona_cli.cli.views.page import Page, Screen, items, joined, labelled_rows, note, paragraph, section_head
 from canzona_cli.cli.views.tables import Cell, Columns, GroupedTable
@@ -53,10 +52,6 @@ class BenchView(Page):
         yield self._phases()
         if result.planned:
             yield note("plan: predicted; error: predicted / measured - 1, for phases of at least 1% of the step")
-        yield Text()
-        above = ", measured above predicted" if result.planned else ""
-        yield section_head("Step", f", mean over ranks{above}, on one scale")
-        yield _steps(result)
         if len(result.strategies) > 1:
             yield Text()
             yield from self._comparison()
@@ -105,7 +100,7 @@ class BenchView(Page):
         )
 
     def _ranks(self) -> Iterator[RenderableType]:
-        """Draws the update time and the tensor memory of every rank; only HTML pages show them."""
+        """Draws the update time of every rank; only HTML pages show it."""
         layout = self.result.layout
         measured = {name: bench.measured for name, bench in shown_strategies(self.result).items()}
         cells = layout.tp * layout.owners
@@ -115,11 +110,6 @@ class BenchView(Page):
             lead = "measured matrix update time of every rank in one step; colour: time relative to the mean"
             yield section_head("Load map", f", {lead}")
             yield LoadMaps(maps=maps, hosts=layout.tp)
-        used = {name: [amount / MIB for amount in bench.tensor_bytes] for name, bench in measured.items()}
-        curves = [Curve(name=name, points=[*enumerate(used[name])], dots=True) for name in used if used[name]]
-        if curves:
-            yield section_head("Memory of every rank", ", measured, excluding activations")
-            yield Curves(title="MiB of tensors", curves=curves, height=160, x="rank")
 
     def _comparison(self) -> Iterator[RenderableType]:
         """Yields every strategy's times relative to the reference's, and its overhead over AdamW."""
@@ -149,17 +139,6 @@ def shown_groups(result: BenchResult, groups: Sequence[Columns]) -> list[Columns
     """Returns the groups, without the columns `plan` and `error` if the predictions do not describe this
     machine."""
     return [group if result.planned else group.drop("plan", "error") for group in groups]
-
-
-def _steps(result: BenchResult) -> Bars:
-    """Draws a bar for each strategy's step; a bar of the predicted step follows each if predictions are
-    shown."""
-    rows = []
-    for name, bench in shown_strategies(result).items():
-        rows.append(phase_bar(name, bench.measured.means, median(bench.measured.iteration_s)))
-        if result.planned:
-            rows.append(phase_bar("predicted", bench.predicted.phases, bench.predicted.iteration_s, faint=True))
-    return step_bars(rows)
 
 
 def _heading(result: BenchResult) -> Iterator[RenderableType]:

@@ -77,8 +77,6 @@ def test_lanes_of_thousands_of_moments_stay_small_and_keep_their_ends() -> None:
 def test_a_bench_as_a_page() -> None:
     result = bench()
     found = read_page(document("canzona bench", BenchView(result)).text())
-    assert len(found.all("svg", class_="bar")) == 2 * len(result.strategies), "measured and predicted"
-    assert found.words.count(" predicted ") >= len(result.strategies)
     (update,) = (row for row in found.rows() if row[0] == "matrix update")
     assert update[1] == f"{1e3 * result.strategies['canzona'].measured.means['matrix_update']:.0f}"
     cells = found.all("rect", class_="cell")
