@@ -210,7 +210,7 @@ class Subject:
         return {f"{part}.{name}": value for part, values in self.content().items() for name, value in values.items()}
 
 
-VERSION = 10
+VERSION = 11
 """The version of plan files. A change of their content or its meaning raises it; other versions are not
 read."""
 _CONTENT = ("version", "subject", "lower_bounds", "matrices", "buckets", "micro_groups")
