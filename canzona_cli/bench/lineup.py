@@ -157,11 +157,10 @@ def _fitting_together(
         named: True if the user named the strategies.
 
     Raises:
-        DoesNotFit: the user named the strategies, and none of them fits beside the reference.
+        DoesNotFit: the user named the strategies, and one of them does not fit.
     """
     setup, ranks = entrants[0].config.setup, entrants[0].layout.world_size
     members = [entrants[0]]
-    reason = f"does not fit in memory beside {entrants[0].name}"
     for entrant in entrants[1:]:
         needed = sum(member.state_bytes for member in (*members, entrant))
         needed += max(member.transient_bytes for member in (*members, entrant))
@@ -169,13 +168,13 @@ def _fitting_together(
         on_machine = ranks * (needed + int(setup.cluster.reserved_gib * GIB))
         if needed <= capacity(setup) and (available_bytes is None or on_machine <= MEMORY_SHARE * available_bytes):
             members.append(entrant)
-        else:
-            reason = f"does not fit in memory beside {', '.join(member.name for member in members)}"
-            pair = f"{members[0].name},{entrant.name}"
-            notes.append(f"without {entrant.name}: {reason}; for a bench of fewer: --strategies {pair}")
-    if named and len(members) == 1 < len(entrants):
-        fix = "use a smaller model or batch, or more ranks"
-        raise DoesNotFit(Problem(key="--strategies", value=entrants[-1].name, reason=reason, fix=fix))
+            continue
+        reason = f"does not fit in memory beside {', '.join(member.name for member in members)}"
+        if named:
+            fix = "name fewer strategies, or use a smaller model or batch, or more ranks"
+            raise DoesNotFit(Problem("--strategies", reason, fix, entrant.name))
+        pair = f"{members[0].name},{entrant.name}"
+        notes.append(f"without {entrant.name}: {reason}; for a bench of fewer: --strategies {pair}")
     return tuple(members)
 
 

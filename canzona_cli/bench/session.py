@@ -17,9 +17,10 @@ from canzona_cli.config.profiles import profile_warnings
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.machine import machine_facts
 from canzona_cli.core.costs.sharing import mode_warnings
-from canzona_cli.core.errors import Problem, collect_problems, refuse, write_error
+from canzona_cli.core.errors import Problem, closest, collect_problems, refuse, write_error
 from canzona_cli.core.host import cores
-from canzona_cli.core.setup.execution import AnyStrategy, has_tp_modes
+from canzona_cli.core.phases import STRATEGIES
+from canzona_cli.core.setup.execution import has_tp_modes
 from canzona_cli.core.writing import write_text_atomic
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.launch import preflight
@@ -60,7 +61,7 @@ class Session:
 def prepare(
     overrides: Sequence[str],
     *,
-    strategies: Sequence[AnyStrategy] | None = None,
+    strategies: Sequence[str] = (),
     rounds: int,
     steps_per_turn: int,
     recipes_dirs: Sequence[Path] = (),
@@ -69,7 +70,7 @@ def prepare(
     """Resolves the run and checks everything that can be checked before anything is written.
 
     Args:
-        strategies: the strategies to run; None for every possible strategy.
+        strategies: the strategies to run; empty for every possible strategy.
         rounds: the number of measured rounds, at least 1.
         steps_per_turn: the number of steps in a turn, at least 2, because the first step is not measured.
         problems: problems with the command line, which are raised together with those of the run.
@@ -79,12 +80,15 @@ def prepare(
         DoesNotFit: the reference, or a strategy that the user named, does not fit in memory.
         EnvironmentProblem: this machine does not have everything that the run needs.
     """
-    all_problems = [*problems]
+    all_problems = [*problems, *_option_problems(strategies, rounds, steps_per_turn)]
+    # Invalid numbers are corrected, so that the rest can be checked.
+    rounds, steps_per_turn = max(1, rounds), max(2, steps_per_turn)
+    named = tuple(name for name in STRATEGIES if name in strategies) or None
     with collect_problems(all_problems):
         composed = compose_run(overrides, recipes_dirs=recipes_dirs)
         composed = replace(composed, config=_with_folder(composed))
         all_problems += _problems(composed.config)
-        lined_up = line_up(composed, strategies, steps=(WARM_UP_ROUNDS + rounds) * steps_per_turn)
+        lined_up = line_up(composed, named, steps=(WARM_UP_ROUNDS + rounds) * steps_per_turn)
     refuse(all_problems)
     preflight.check_machine(lined_up.reference.config, lined_up.reference.layout)
     check_free(lined_up.reference.config)
@@ -100,6 +104,20 @@ def prepare(
             *_ignored_warnings(composed),
         ),
     )
+
+
+def _option_problems(strategies: Sequence[str], rounds: int, steps_per_turn: int) -> Iterator[Problem]:
+    for name in strategies:
+        if name not in STRATEGIES:
+            hint = closest(name, STRATEGIES)
+            reason = f"is not one of {', '.join(STRATEGIES)}"
+            yield Problem("--strategies", reason, f"did you mean {hint}?" if hint else "--strategies canzona,sc", name)
+    if rounds < 1:
+        reason = "is less than 1, so nothing would be measured"
+        yield Problem("--rounds", reason, "use --rounds 6", rounds)
+    if steps_per_turn < 2:
+        reason = "must be at least 2, because the first step of a turn is not measured"
+        yield Problem("--steps-per-turn", reason, "use --steps-per-turn 3", steps_per_turn)
 
 
 def _warnings_of_run(composed: Composed, lined_up: LineUp) -> list[str]:

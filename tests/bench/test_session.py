@@ -8,7 +8,6 @@ import pytest
 
 from canzona_cli.bench import lineup
 from canzona_cli.bench.lineup import Entrant, LineUp
-from canzona_cli.bench.options import Options, read_options
 from canzona_cli.bench.session import Session, prepare
 from canzona_cli.core.costs.memory import GIB
 from canzona_cli.core.errors import DoesNotFit
@@ -18,7 +17,7 @@ from tests.refusals import refused
 TINY = ("recipe=tiny", "gpus=4", "parallel.tp=2")
 
 
-def prepared(*overrides: str, strategies: tuple[AnyStrategy, ...] | None = None) -> Session:
+def prepared(*overrides: str, strategies: tuple[AnyStrategy, ...] = ()) -> Session:
     return prepare([*TINY, *overrides], strategies=strategies, rounds=2, steps_per_turn=3)
 
 
@@ -26,7 +25,7 @@ def names(line_up: LineUp) -> list[str]:
     return [strategy.name for strategy in line_up.strategies]
 
 
-def problems(*overrides: str, options: Options | None = None, strategies: tuple[AnyStrategy, ...] | None = None) -> str:
+def problems(*overrides: str, strategies: tuple[str, ...] = (), rounds: int = 2, steps: int = 2) -> str:
     """`key=value: reason` of each problem, by lines."""
     return "\n".join(
         f"{problem.key}={problem.value}: {problem.reason}"
@@ -34,9 +33,8 @@ def problems(*overrides: str, options: Options | None = None, strategies: tuple[
             prepare,
             overrides,
             strategies=strategies,
-            rounds=2,
-            steps_per_turn=2,
-            problems=() if options is None else options.problems,
+            rounds=rounds,
+            steps_per_turn=steps,
         )
     )
 
@@ -111,8 +109,7 @@ def test_a_strategy_the_run_cannot_have_is_left_out_unless_it_was_named() -> Non
 
 
 def test_mistakes_of_options_run_and_data_are_told_together(tmp_path: Path) -> None:
-    options = read_options(strategies=["canzna,sc"], rounds=0, steps_per_turn=1)
-    told = problems("recipe=tiny", "gpus=3", "parallel.tp=2", options=options)
+    told = problems("recipe=tiny", "gpus=3", "parallel.tp=2", strategies=("canzna", "sc"), rounds=0, steps=1)
     for expected in (
         "--strategies=canzna",
         "--rounds=0",

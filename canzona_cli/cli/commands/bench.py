@@ -1,5 +1,6 @@
 """`canzona bench`: measures strategies side by side and compares them with predictions."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,6 +11,7 @@ from canzona_cli.cli.commands.output import (
     HtmlFile,
     RecipesDirs,
     key_values,
+    page_problems,
     progress,
     show,
     warn,
@@ -17,7 +19,6 @@ from canzona_cli.cli.commands.output import (
 )
 
 if TYPE_CHECKING:
-    from canzona_cli.bench.options import Options
     from canzona_cli.bench.results import BenchResult
 
 
@@ -49,26 +50,24 @@ def bench(
     Results, configurations, plans and logs are written to bench/RECIPE-TIME. Ctrl-C stops after the current
     step, a second Ctrl-C at once.
     """
-    from canzona_cli.bench.options import read_options
     from canzona_cli.bench.session import prepare, run
 
-    options = read_options(strategies=strategies or (), rounds=rounds, steps_per_turn=steps_per_turn, html=html)
     session = prepare(
         overrides or [],
-        strategies=options.strategies,
-        rounds=options.rounds,
-        steps_per_turn=options.steps_per_turn,
+        strategies=[name.strip() for names in strategies or () for name in names.split(",") if name.strip()],
+        rounds=rounds,
+        steps_per_turn=steps_per_turn,
         recipes_dirs=recipes_dir or [],
-        problems=options.problems,
+        problems=[*page_problems(html)],
     )
     warn(session.warnings)
     result, folder = run(session, progress)
-    conclude(result, options, as_json=as_json)
+    conclude(result, html, as_json=as_json)
     if not as_json:
         typer.echo(f"\nbench directory: {folder}")
 
 
-def conclude(result: "BenchResult", options: "Options", *, as_json: bool) -> None:
+def conclude(result: "BenchResult", html: Path | None, *, as_json: bool) -> None:
     """Checks the losses of a result, and shows it.
 
     If the losses of strategies differ, `check_losses` raises after the JSON has been printed, so that no page shows a
@@ -81,9 +80,9 @@ def conclude(result: "BenchResult", options: "Options", *, as_json: bool) -> Non
     if as_json:
         show(content_of(result))
     check_losses(result)
-    if options.html is not None:
+    if html is not None:
         from canzona_cli.cli.views.document import document
 
-        write_page(options.html, document("canzona bench", view))
+        write_page(html, document("canzona bench", view))
     if not as_json:
         show(view)

@@ -15,6 +15,7 @@ from canzona_cli.cli.commands.output import (
     HtmlFile,
     RecipesDirs,
     key_values,
+    page_problems,
     progress,
     show,
     warn,
@@ -104,11 +105,7 @@ def plan(
     given = {"--out": out, "--html": html, "--shapes": shapes, "--from-megatron": from_megatron}
     several = any(map(is_sweep, settings))
     problems = [*clashes({**given, "--layouts": layouts, "--dry-run": dry_run, SEVERAL: several}, CLASHES)]
-    if html is not None:
-        from canzona_cli.bench.options import page_problems
-
-        problems += page_problems(html)
-    refuse(problems)
+    refuse([*problems, *page_problems(html)])
     if several or (dry_run and not any(given.values()) and not _names_recipe(settings)):
         from canzona_cli.cli.views.layouts import overview
 

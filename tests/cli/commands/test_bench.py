@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.bench.options import read_options
 from canzona_cli.bench.results import BenchResult
 from canzona_cli.cli.commands.bench import conclude
 from canzona_cli.core.errors import CanzonaError
@@ -74,7 +73,6 @@ def test_numbers_of_strategies_that_disagree_are_printed_before_the_command_fail
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     result = with_measured(bench(), "sc", losses=tuple(3.0 for _ in range(8)))
-    options = read_options(strategies=[], rounds=2, steps_per_turn=2)
     with pytest.raises(CanzonaError, match="step 1"):
-        conclude(result, options, as_json=True)
+        conclude(result, None, as_json=True)
     assert parse(BenchResult, json.loads(capsys.readouterr().out)["result"]) == result
