@@ -23,7 +23,15 @@ from canzona_cli.training.guards import Divergence, DivergenceGuard, LossSpike, 
 from canzona_cli.training.measure import StarvationWatch, StepProfiler, StragglerWatch
 from canzona_cli.training.records import Journal, RankRecord
 from canzona_cli.training.saving import Saver
-from canzona_cli.training.step import Sampler, StepResult, describe_bad_losses, step_rates, train_step, validate
+from canzona_cli.training.step import (
+    Sampler,
+    StepResult,
+    batch_at,
+    describe_bad_losses,
+    step_rates,
+    train_step,
+    validate,
+)
 
 
 class NonFiniteLoss(Diverged):
@@ -153,7 +161,6 @@ class Training:
             result = train_step(
                 trainee,
                 batches,
-                sequences=batch_at(trainee, step),
                 stop_requested=self._stop_requested,
                 save_due=self._save_due,
             )
@@ -287,14 +294,9 @@ class Training:
         return loss, losses if len(losses) > 1 else {}
 
 
-def batch_at(trainee: Trainee, step: int) -> int:
-    """Returns the number of sequences in a step of the run."""
-    return trainee.setup.train.sequences(trainee.world.layout.global_batch_size, step, step)
-
-
 def advance_progress(trainee: Trainee, progress: Progress, result: StepResult) -> Progress:
     """Returns the progress of the run after a step with this result."""
-    batch = batch_at(trainee, progress.step + 1)
+    batch = batch_at(trainee.setup.train, trainee.world.layout, progress.step + 1)
     return replace(
         progress,
         step=progress.step + 1,
@@ -312,7 +314,8 @@ def step_metrics(trainee: Trainee, progress: Progress, result: StepResult, step_
         progress: the progress after the step.
         step_s: the duration of the step, in seconds.
     """
-    tokens = batch_at(trainee, progress.step) * trainee.setup.train.seq_length
+    train = trainee.setup.train
+    tokens = batch_at(train, trainee.world.layout, progress.step) * train.seq_length
     return StepMetrics(
         step=progress.step,
         loss=result.loss,

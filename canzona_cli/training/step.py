@@ -15,7 +15,7 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.engine.canzona_optimizer import CanzonaOptimizer, NonFiniteGradients
 from canzona_cli.core.megatron.model import Model, Trainee
 from canzona_cli.core.megatron.timers import PhaseTimer
-from canzona_cli.core.setup import ModelConfig
+from canzona_cli.core.setup import Layout, ModelConfig, TrainConfig
 from canzona_cli.data.corpus import tokenizer_of
 from canzona_cli.data.tokenizers import Tokenizer
 from canzona_cli.records.corpus import PreparedCorpus
@@ -97,7 +97,6 @@ def train_step(
     trainee: Trainee,
     batches: Iterator[Batch],
     *,
-    sequences: int | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
     save_due: Callable[[], bool] = lambda: False,
 ) -> StepResult:
@@ -109,7 +108,6 @@ def train_step(
     can launch the next step while the device still executes this step's update.
 
     Args:
-        sequences: The number of sequences in this step's batch; None for the layout's.
         stop_requested: A function that returns True if this rank has a stop request. It is called after the
             backward pass, so that an earlier request stops the run after this step. If it returns True on any
             rank, all ranks stop.
@@ -126,7 +124,8 @@ def train_step(
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     layout = trainee.world.layout
-    micro_batches = (sequences or layout.global_batch_size) // (layout.micro_batch_size * layout.dp)
+    sequences = batch_at(trainee.setup.train, layout, trainee.schedule.num_steps + 1)
+    micro_batches = sequences // (layout.micro_batch_size * layout.dp)
     losses = _forward_backward(trainee, batches, micro_batches=micro_batches, forward_only=False)
     lr, adamw_lr = step_rates(trainee)
     try:
@@ -158,6 +157,11 @@ def train_step(
         captures=optimizer.captures if isinstance(optimizer, CanzonaOptimizer) else 0,
         bad_ranks=() if math.isfinite(values.loss) else _bad_ranks(trainee, losses),
     )
+
+
+def batch_at(train: TrainConfig, layout: Layout, step: int) -> int:
+    """Returns the number of sequences in a step of the run."""
+    return train.sequences(layout.global_batch_size, step, step)
 
 
 def step_rates(trainee: Trainee) -> tuple[float, float | None]:
