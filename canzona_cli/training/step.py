@@ -16,6 +16,7 @@ from canzona_cli.core.engine.canzona_optimizer import CanzonaOptimizer, NonFinit
 from canzona_cli.core.megatron.model import Model, Trainee
 from canzona_cli.core.megatron.timers import PhaseTimer
 from canzona_cli.core.setup import Layout, ModelConfig, TrainConfig
+from canzona_cli.core.setup.training import TEMPERATURE
 from canzona_cli.data.corpus import tokenizer_of
 from canzona_cli.data.tokenizers import Tokenizer
 from canzona_cli.records.corpus import PreparedCorpus
@@ -324,8 +325,6 @@ def describe_bad_losses(ranks: Sequence[int]) -> str:
 
 SAMPLE_TOKENS = 48
 """The maximum number of tokens in a sample; prompt and sample together fit one sequence."""
-TEMPERATURE = 0.8
-"""The temperature of sample texts: the most likely tokens alone soon repeat themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,10 +10,11 @@ import torch
 from canzona_cli.checkpoint.snapshot import random_states
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.megatron.parallel import World
+from canzona_cli.core.setup.training import TEMPERATURE
 from canzona_cli.data.tokenizers import ByteTokenizer
 from canzona_cli.training.assemble import assemble
 from canzona_cli.training.data import BatchStream
-from canzona_cli.training.step import TEMPERATURE, continuation, gumbel_noise, train_step
+from canzona_cli.training.step import continuation, gumbel_noise, train_step
 from tests.dist import jobs, whole
 from tests.dist.jobs import SMALL, on_ranks, planned
 from tests.dist.ranks import run_ranks

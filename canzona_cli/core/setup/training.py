@@ -1,7 +1,7 @@
 """The settings of training: model, parallelism, training job, learning-rate schedule and data."""
 
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from canzona_cli.core.fields import (
     CURVE,
@@ -33,6 +33,8 @@ NonFinite = Literal["stop", "skip"]
 Divergence = Literal["stop", "warn"]
 LossSpike = Literal["ignore", "warn", "stop"]
 DecayStyle = Literal["cosine", "wsd", "linear", "constant"]
+TEMPERATURE: Final = 0.8
+"""The temperature of sample texts: the most likely tokens alone soon repeat themselves."""
 Experts = Annotated[int, Range(at_least=0, at_most=1024)]
 Dispatcher = Literal["allgather", "alltoall", "flex"]
 BalancingLoss = Literal["none", "sequence", "global"]
@@ -210,7 +212,7 @@ class TrainConfig:
     ] = 1024
     sample_every: Annotated[
         CountOrZero,
-        "Steps between text samples from the model (temperature 0.8, a fixed seed), shown in the "
+        f"Steps between text samples from the model (temperature {TEMPERATURE:g}, a fixed seed), shown in the "
         "live view, events.jsonl and trackers. There is also a sample after the last step. 0: no samples.",
         NOTHING,
     ] = 0

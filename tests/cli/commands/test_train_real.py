@@ -143,7 +143,7 @@ def test_a_run_shows_what_its_model_writes(trained: Trained) -> None:
     assert [(line["step"], line["prompt"]) for line in samples] == [(4, "import "), (6, "import ")]
     for line in samples:
         assert 0 < len(line["text"]) <= 48, "48 tokens of a byte tokenizer"
-        assert f"at step {line['step']} the model writes: import" in trained.text
+        assert f"at step {line['step']} the model writes, at temperature 0.8: import" in trained.text
 
 
 def test_an_evaluation_finds_what_the_run_found_and_leaves_the_run_as_it_is(trained: Trained, tmp_path: Path) -> None:
