@@ -33,7 +33,7 @@ from published_rows import (
 )
 
 from canzona_cli.cli.views.document import Document, Section
-from canzona_cli.cli.views.markup import Html, key, table_html, tag
+from canzona_cli.cli.views.markup import Html, key, percent, table_html, tag
 from canzona_cli.cli.views.tables import Table
 from canzona_cli.core.costs import model as model_time
 from canzona_cli.core.costs.modules import ELEMENTWISE_PASSES
@@ -56,8 +56,6 @@ _SIDE = 420
 """The side of the scatter plot, in pixels."""
 _BAND = 0.08
 """The error that two lines beside the diagonal mark."""
-_COLOURS = 8
-"""The number of CSS classes for colours in the page's style sheet."""
 NOTHING_COMPARED = "No part of this check got as far as a time or a size to compare."
 
 
@@ -343,36 +341,37 @@ def published_page(
 
 
 def scatter(compared: Sequence[PredictedSeries]) -> Html:
-    """Draws a dot for each step on logarithmic axes, the diagonal, and a band of 8% around the diagonal."""
+    """Draws a dot for each step on logarithmic axes, the diagonal, and a band of 8% around it. The plot is as wide as a
+    narrow screen."""
     values = [value for layout in compared for row in layout.rows for value in (row.measured_s, row.predicted_s)]
     low, high = math.log(min(values) / 1.2), math.log(max(values) * 1.2)
 
     def place(seconds: float) -> float:
-        return _SIDE * (math.log(seconds) - low) / (high - low)
+        return (math.log(seconds) - low) / (high - low)
 
     lines: list[Html] = []
     for shift in (-_BAND, 0.0, _BAND):
         by = _SIDE * math.log1p(shift) / (high - low)
-        line = {"x1": 0, "y1": round(_SIDE - by, 1), "x2": _SIDE, "y2": round(-by, 1)}
-        lines.append(tag("line", **line, class_="grid", stroke_width=1 if shift else 3))
+        line = {"x1": 0, "y1": round(_SIDE - by, 1), "x2": "100%", "y2": round(-by, 1)}
+        lines.append(tag("line", **line, class_="grid" if shift else "curve c7"))
     for seconds in (0.5, 1, 2, 5, 10, 20, 50):
         if low < math.log(seconds) < high:
-            at = round(place(seconds), 1)
-            lines.append(tag("text", f"{seconds:g}", x=at, y=_SIDE + 18, class_="tick"))
-            lines.append(tag("text", f"{seconds:g}", x=-8, y=round(_SIDE - at, 1), class_="tick value"))
-    for colour, layout in enumerate(compared):
-        look = f"dot c{colour % _COLOURS}"
+            at = place(seconds)
+            lines.append(tag("text", f"{seconds:g}", x=percent(at), y=_SIDE + 18, class_="tick"))
+            lines.append(tag("text", f"{seconds:g}", x=-8, y=round(_SIDE * (1 - at), 1), class_="tick value"))
+    kinds = {"counted": "c0", "fitted": "c2", "not counted": "c1"}
+    for layout in compared:
+        kind = "not counted" if layout.series.why_not_counted else "fitted" if layout.series.fitted else "counted"
         for row in layout.rows:
             times = f"{row.predicted_s:.4g} s predicted, {row.measured_s:.4g} s measured"
             name = f"{layout.series.name}, {row.gpus:,} GPUs: {times}"
-            where = {"cx": round(place(row.measured_s), 1), "cy": round(_SIDE - place(row.predicted_s), 1)}
-            lines.append(tag("circle", tag("title", name), **where, r=4, class_=look))
-    legend = (key(f"c{colour % _COLOURS}", layout.series.name) for colour, layout in enumerate(compared))
+            where = {"cx": percent(place(row.measured_s)), "cy": round(_SIDE * (1 - place(row.predicted_s)), 1)}
+            lines.append(tag("circle", tag("title", name), **where, r=4, class_=f"dot {kinds[kind]}"))
+    legend = (key(css, kind) for kind, css in kinds.items())
     picture = tag(
         "svg",
         *lines,
-        class_="plot",
-        width=_SIDE,
+        class_="plot scatter",
         height=_SIDE + 26,
         role="img",
         aria_label="Predicted against measured seconds per step",

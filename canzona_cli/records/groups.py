@@ -133,18 +133,12 @@ class Group:
 
     def seconds_of(self, steps: float | None) -> float | None:
         """Returns the seconds of a number of steps, either of which may be unknown."""
-        return None if self.step_s is None else product(steps, self.step_s.mean)
+        return None if self.step_s is None or steps is None else steps * self.step_s.mean
 
-    @property
-    def tokens_per_step(self) -> float | None:
-        """The tokens per step of the first run that logged any."""
-        lines = (run.metrics[-1] for run in self.runs if run.metrics)
-        return next((line.tokens / line.step for line in lines if line.tokens is not None), None)
-
-
-def product(steps: float | None, per_step: float | None) -> float | None:
-    """Multiplies numbers that may be unknown."""
-    return None if steps is None or per_step is None else steps * per_step
+    def tokens_at(self, step: float | None) -> float | None:
+        """Returns the tokens of the first steps, whose number may be unknown, in the first run that logged as many."""
+        tokens = (None if step is None else run.tokens_at(step) for run in self.runs)
+        return next((amount for amount in tokens if amount is not None), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +263,7 @@ class Ranking:
             "reached": {
                 "step": reached,
                 "seconds": line.seconds_of(reached),
-                "tokens": product(reached, line.tokens_per_step),
+                "tokens": line.tokens_at(reached),
             },
             "runs": [str(run.run_dir) for run in line.runs],
         }

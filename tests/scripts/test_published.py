@@ -176,6 +176,9 @@ def test_rows_are_predicted_as_they_were_run() -> None:
 def test_the_page_has_a_dot_for_every_step() -> None:
     page = published_page(compared(), optimizer_rows(), {"MAPE": 0.027}).text()
     assert page.count("<circle") == sum(len(one.rows) for one in compared()) == 62
+    places = [float(place) for place in re.findall(r'cx="([0-9.]+)%"', page)]
+    assert len(places) == 62
+    assert 0 < min(places) < max(places) < 100, "within the plot, however narrow it is"
     assert "MAPE 2.7%" in page
     assert all(row.name in page for row in optimizer_rows())
 

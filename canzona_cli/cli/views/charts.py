@@ -41,7 +41,7 @@ MEMORY: Final[Mapping[str, Ink]] = MappingProxyType(
             ("logits", "L", "plum2", "#c7a3dd"),
             ("workspace", "K", "grey62", "#8c8c8c"),
             ("exchange", "X", "indian_red1", "#dd7d6b"),
-            ("measured_peak", "T", "grey53", "#7c8794"),
+            ("measured_peak", "T", "grey35", "#48606e"),
         )
     }
 )

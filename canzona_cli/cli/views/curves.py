@@ -253,7 +253,9 @@ class _Chart:
         for tick in self._ticks:
             y = f"{self._y(tick):.1f}"
             yield tag("line", x1="0", x2="100%", y1=y, y2=y, class_="grid")
-            yield tag("text", self._picture.show(tick), x="-8", y=y, class_="tick value")
+            text = self._picture.show(tick)
+            text = text.rstrip("0").rstrip(".") if "." in text else text
+            yield tag("text", text, x="-8", y=y, class_="tick value")
         for step in dict.fromkeys(self._written_steps()):
             x = self._x(step)
             css = "tick begin" if x < 0.02 else "tick end" if x > 0.98 else "tick"

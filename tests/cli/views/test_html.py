@@ -1,16 +1,21 @@
 """Pictures of pages: what is drawn is what was measured, however much there is of it."""
 
+import math
+import re
+from collections.abc import Mapping
 from html.parser import HTMLParser
-from itertools import pairwise
+from importlib.resources import files
+from itertools import combinations, pairwise
+from operator import mul
 
 import pytest
 
 from canzona_cli.cli.views.bench import BenchView
-from canzona_cli.cli.views.charts import Bar, Bars, Lane, Lanes
+from canzona_cli.cli.views.charts import MEMORY, Bar, Bars, Lane, Lanes
 from canzona_cli.cli.views.curves import Curve, Curves
 from canzona_cli.cli.views.document import Document, Section, document
 from canzona_cli.cli.views.markup import Html, tag
-from canzona_cli.core.phases import Interval
+from canzona_cli.core.phases import PHASES, Ink, Interval
 from tests.bench.benches import bench
 from tests.cli.views.html_page import Page, read_page
 
@@ -49,6 +54,27 @@ def test_every_point_is_inside_its_picture(values: list[float]) -> None:
     assert len(spots) == len(values)
     assert all(0 <= x <= 1000 and 0 <= y <= 100 for x, y in spots)
     assert len(found.all("text", class_="value")) >= 2
+
+
+def _lab(colour: str) -> tuple[float, float, float]:
+    """CIE L*a*b* of an sRGB colour under D65 (IEC 61966-2-1)."""
+    channels = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in channels]
+    to_xyz = ((0.4339, 0.3762, 0.1899), (0.2126, 0.7152, 0.0722), (0.0178, 0.1095, 0.8727))  # over the white point
+    relative = (sum(map(mul, row, linear)) for row in to_xyz)
+    x, y, z = (value ** (1 / 3) if value > 0.008856 else 7.787 * value + 16 / 116 for value in relative)
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("inks", [PHASES, MEMORY], ids=["phases", "memory"])
+def test_colours_of_one_bar_are_told_apart(theme: str, inks: Mapping[str, Ink]) -> None:
+    """A difference of 2.3 is just noticed side by side; a legend needs many times that."""
+    css = files("canzona_cli.cli.views").joinpath("page.css").read_text("utf-8")
+    changed = dict(re.findall(r"\.p-(\w+) \{ color: (#\w+); \}", css)) if theme == "dark" else {}
+    shown = {name: changed.get(name, ink.colour) for name, ink in inks.items() if name != "optimizer"}
+    for one, other in combinations(shown, 2):
+        assert math.dist(_lab(shown[one]), _lab(shown[other])) > 15, (one, other)
 
 
 def test_bars_share_one_scale() -> None:
