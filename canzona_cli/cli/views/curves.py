@@ -225,7 +225,7 @@ class _Chart:
                     css = f"dot {look}{' hollow' if step in curve.hollow else ''}"
                     dots.append(tag("circle", cx=percent(a / _DRAWING_WIDTH), cy=b, r=3, class_=css))
             texts = [[a, step, picture.show(value)] for (a, _), (step, value) in zip(positions, points, strict=True)]
-            curve_data.append({"name": curve.name, "points": texts})
+            curve_data.append({"name": curve.name, "group": curve.group or curve.name, "points": texts})
         size = {"width": "100%", "height": height}
         stretched = tag("svg", *paths, viewBox=f"0 0 {_DRAWING_WIDTH} {height}", preserveAspectRatio="none", **size)
         cursor = tag("line", y1="0", y2=height, x1="0", x2="0", class_="cursor")
@@ -235,8 +235,9 @@ class _Chart:
         named = dict.fromkeys(
             key(look, curve.group or curve.name) for curve, look in zip(self._curves, looks, strict=True)
         )
-        caption = (tag("b", picture.title), *(named if len(named) > 1 else ()), tag("output", class_="readout"))
-        parts = (tag("figcaption", *caption), drawing)
+        caption = (tag("b", picture.title), *(named if len(named) > 1 else ()))
+        # Below the drawing, which must not move under the pointer when the text gets longer.
+        parts = (tag("figcaption", *caption), drawing, tag("output", class_="readout"))
         return tag("figure", *parts, class_="chart", data_curves=json.dumps(curve_data), data_x=picture.x)
 
     def _x(self, step: float) -> float:

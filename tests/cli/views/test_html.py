@@ -1,5 +1,6 @@
 """Pictures of pages: what is drawn is what was measured, however much there is of it."""
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -44,6 +45,21 @@ def test_a_long_curve_keeps_its_spikes() -> None:
     assert len(drawn) <= 602
     assert {(54_321, "9.5"), (77_777, "0.5"), (0, "2"), (99_999, "2")} <= set(drawn)
     assert all(one < other for (one, _), (other, _) in pairwise(drawn))
+
+
+def test_what_the_pointer_shows_is_below_the_drawing_and_names_groups() -> None:
+    """Above it, a text that gets longer would move the drawing away from the pointer."""
+    curves = [Curve(name=f"run-{seed}", group="muon", points=[(1, 2.0), (2, 1.0)]) for seed in (1, 2)]
+    found = page(Curves(title="x", curves=curves).html())
+    figure = [element.name for element in found.elements if "figure" in element.inside]
+    assert figure.index("output") > figure.index("svg")
+    assert [curve["group"] for curve in json.loads(found.one("figure").attributes["data-curves"])] == ["muon", "muon"]
+
+
+def test_labels_of_a_wide_table_stay_in_view() -> None:
+    css = files("canzona_cli.cli.views").joinpath("page.css").read_text("utf-8")
+    [rule] = re.findall(r"^tr > :first-child \{(.*)\}$", css, re.M)
+    assert {"position: sticky", "left: 0", "background: var(--bg)"} <= {part.strip() for part in rule.split(";")}
 
 
 @pytest.mark.parametrize("values", [[1.0], [3.0, 3.0], [0.0, 0.0], [-1e-9, 1e-9], [1e12, 2e12], [2.5, 2.5000001]])
