@@ -18,6 +18,7 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.secrets import safety_problems
 from canzona_cli.config.settings import settings
 from canzona_cli.core.errors import Problem, closest
+from canzona_cli.core.model.fp8 import fp8_problems
 from canzona_cli.core.reading import expanded
 from canzona_cli.core.setup import STANDARD_ONLY, Collective, CustomConfig, Execution, MomentumConfig
 from canzona_cli.core.setup.execution import RELEASED_TP_MODES, has_tp_modes
@@ -40,6 +41,7 @@ def config_problems(config: RunConfig, *, training: bool = True) -> list[Problem
     problems = [
         *_value_problems(config),
         *layout_problems(config.setup),
+        *fp8_problems(config.setup),
         *_schedule_problems(config),
         *_rampup_problems(config),
         *(_engine_problems(config) if training else ()),

@@ -8,10 +8,10 @@ from itertools import groupby, product
 from operator import attrgetter
 
 from canzona_cli.core.errors import ConfigError, Problem, refuse
+from canzona_cli.core.model.fp8 import divides_fp8, fp8_problems
 from canzona_cli.core.setup import Layout, Recompute, Setup
 from canzona_cli.core.setup.layout import batch_multiple
 from canzona_cli.core.setup.layout_rules import (
-    divides_fp8,
     divisors,
     layout_problems,
     may_have_whole_experts,
@@ -38,7 +38,7 @@ def possible_layouts(setup: Setup) -> list[Layout]:
     Raises:
         ConfigError: the settings are impossible.
     """
-    refuse(with_own_values(setup, layout_problems(setup)))
+    refuse(with_own_values(setup, [*layout_problems(setup), *fp8_problems(setup)]))
     layouts = list(_layouts(setup))
     if not layouts:
         raise ConfigError(_no_batch(setup))
@@ -52,7 +52,7 @@ def layout_groups(setup: Setup) -> list[list[Layout]]:
     Raises:
         ConfigError: the settings are impossible.
     """
-    refuse(with_own_values(setup, layout_problems(setup)))
+    refuse(with_own_values(setup, [*layout_problems(setup), *fp8_problems(setup)]))
     layouts = _layouts(setup, needless_cp=False)
     alike = groupby(layouts, attrgetter("tp", "pp", "vpp", "cp", "ep", "micro_batch_size"))
     groups = [list(group) for _, group in alike]
