@@ -23,15 +23,7 @@ from canzona_cli.training.guards import Divergence, DivergenceGuard, LossSpike, 
 from canzona_cli.training.measure import StarvationWatch, StepProfiler, StragglerWatch
 from canzona_cli.training.records import Journal, RankRecord
 from canzona_cli.training.saving import Saver
-from canzona_cli.training.step import (
-    Sampler,
-    StepResult,
-    batch_at,
-    describe_bad_losses,
-    step_rates,
-    train_step,
-    validate,
-)
+from canzona_cli.training.step import Sampler, StepResult, describe_bad_losses, step_rates, train_step, validate
 
 
 class NonFiniteLoss(Diverged):
@@ -296,12 +288,13 @@ class Training:
 
 def advance_progress(trainee: Trainee, progress: Progress, result: StepResult) -> Progress:
     """Returns the progress of the run after a step with this result."""
-    batch = batch_at(trainee.setup.train, trainee.world.layout, progress.step + 1)
+    train, step = trainee.setup.train, progress.step + 1
+    batch = train.batch_at(trainee.world.layout.global_batch_size, step)
     return replace(
         progress,
-        step=progress.step + 1,
+        step=step,
         samples=progress.samples + batch,
-        tokens=progress.tokens + batch * trainee.setup.train.seq_length,
+        tokens=progress.tokens + batch * train.seq_length,
         skipped=progress.skipped + result.skipped,
         fallbacks=progress.fallbacks + result.fallbacks,
     )
@@ -315,7 +308,7 @@ def step_metrics(trainee: Trainee, progress: Progress, result: StepResult, step_
         step_s: the duration of the step, in seconds.
     """
     train = trainee.setup.train
-    tokens = batch_at(train, trainee.world.layout, progress.step) * train.seq_length
+    tokens = train.batch_at(trainee.world.layout.global_batch_size, progress.step) * train.seq_length
     return StepMetrics(
         step=progress.step,
         loss=result.loss,

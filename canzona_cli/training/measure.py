@@ -21,7 +21,7 @@ from canzona_cli.records.breakdown import MeasuredBreakdown, PeakMemory, PhaseTi
 from canzona_cli.records.files import RunFiles
 from canzona_cli.records.statistics import OverRanks, by_phase, load_balance, mean_phases
 from canzona_cli.training.records import Journal
-from canzona_cli.training.step import Routing, batch_at
+from canzona_cli.training.step import Routing
 
 WARM_UP_STEPS = 2
 """The number of initial steps that are not measured; a launch of one or two steps measures its last step.
@@ -73,7 +73,7 @@ def gather_breakdown(config: RunConfig, world: World, steps: Sequence[StepTiming
         The breakdown; None on other ranks, or if no step was measured.
     """
     batch = world.layout.global_batch_size
-    batches = {step.number: batch_at(config.train, world.layout, step.number) for step in steps}
+    batches = {step.number: config.train.batch_at(batch, step.number) for step in steps}
     full = [step for step in steps if batches[step.number] == batch] or steps
     measured = measured_steps(full, config.run.profile_steps)
     means = _RankMeans(

@@ -15,7 +15,7 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.engine.canzona_optimizer import CanzonaOptimizer, NonFiniteGradients
 from canzona_cli.core.megatron.model import Model, Trainee
 from canzona_cli.core.megatron.timers import PhaseTimer
-from canzona_cli.core.setup import Layout, ModelConfig, TrainConfig
+from canzona_cli.core.setup import ModelConfig
 from canzona_cli.core.setup.training import TEMPERATURE
 from canzona_cli.data.corpus import tokenizer_of
 from canzona_cli.data.tokenizers import Tokenizer
@@ -125,7 +125,7 @@ def train_step(
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     layout = trainee.world.layout
-    sequences = batch_at(trainee.setup.train, layout, trainee.schedule.num_steps + 1)
+    sequences = trainee.setup.train.batch_at(layout.global_batch_size, trainee.schedule.num_steps + 1)
     micro_batches = sequences // (layout.micro_batch_size * layout.dp)
     losses = _forward_backward(trainee, batches, micro_batches=micro_batches, forward_only=False)
     lr, adamw_lr = step_rates(trainee)
@@ -158,11 +158,6 @@ def train_step(
         captures=optimizer.captures if isinstance(optimizer, CanzonaOptimizer) else 0,
         bad_ranks=() if math.isfinite(values.loss) else _bad_ranks(trainee, losses),
     )
-
-
-def batch_at(train: TrainConfig, layout: Layout, step: int) -> int:
-    """Returns the number of sequences in a step of the run."""
-    return train.sequences(layout.global_batch_size, step, step)
 
 
 def step_rates(trainee: Trainee) -> tuple[float, float | None]:

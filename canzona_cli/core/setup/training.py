@@ -230,6 +230,10 @@ class TrainConfig:
         """The number of bytes per element of the gradient buffer."""
         return 4 if self.grad_reduce_dtype == "fp32" else self.weight_bytes
 
+    def batch_at(self, batch: int, step: int) -> int:
+        """Returns the number of sequences in a step; `batch` is that of the steps after `batch_rampup`."""
+        return self.sequences(batch, step, step)
+
     def sequences(self, batch: int, first: int, last: int) -> int:
         """Returns the number of sequences in the steps from `first` to `last`.
 
