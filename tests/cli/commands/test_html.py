@@ -152,6 +152,7 @@ def test_whatever_a_run_left_makes_a_page(tmp_path: Path, status: str | None) ->
     page = page_of("report", files.root, to=tmp_path / "page.html")
     assert "running or stopped" in page.words
     assert "there is no result.json" in page.words
+    assert "MFU" not in page.words, "what is not known has no tile"
     for note in ("no layout: layout.json is not JSON", "no plan: plan.json is not JSON"):
         assert (note in page.words) is (status is not None)
 

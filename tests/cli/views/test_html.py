@@ -14,8 +14,9 @@ import pytest
 from canzona_cli.cli.views.bench import BenchView
 from canzona_cli.cli.views.charts import MEMORY, Bar, Bars, Lane, Lanes
 from canzona_cli.cli.views.curves import Curve, Curves
-from canzona_cli.cli.views.document import Document, Section, document
+from canzona_cli.cli.views.document import Document, Section, document, sections
 from canzona_cli.cli.views.markup import Html, tag
+from canzona_cli.cli.views.page import note, section_head
 from canzona_cli.core.phases import PHASES, Ink, Interval
 from tests.bench.benches import bench
 from tests.cli.views.html_page import Page, read_page
@@ -45,6 +46,12 @@ def test_a_long_curve_keeps_its_spikes() -> None:
     assert len(drawn) <= 602
     assert {(54_321, "9.5"), (77_777, "0.5"), (0, "2"), (99_999, "2")} <= set(drawn)
     assert all(one < other for (one, _), (other, _) in pairwise(drawn))
+
+
+@pytest.mark.parametrize("text", ["ms", ", ms", "; ms", ": ms"])
+def test_the_line_below_a_title_begins_with_a_word(text: str) -> None:
+    (part,) = sections([section_head("Times", text), note("1")])
+    assert (part.title, part.lead) == ("Times", "ms")
 
 
 def test_what_the_pointer_shows_is_below_the_drawing_and_names_groups() -> None:
