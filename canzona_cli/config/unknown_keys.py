@@ -221,7 +221,8 @@ def unknown_key(key: str, text: object, *, where: str = "") -> Problem:
         return replace(advice, value=text, reason=f"{advice.reason}{where}")
     group = None if "." in key or key in RENAMED else closest(key, GROUPS, cutoff=0.8)
     hint = group or closest_key(key) or ""
-    value = f"={key}" if hint in settings() and key in settings()[hint].choices else ""
+    choices = settings()[hint].choices if hint in settings() else ()
+    value = next((f"={typed}" for typed in (key, str(text)) if typed in choices), "")
     fix = f"did you mean {hint}{value}?" if hint else "`canzona recipes show NAME` lists every setting of a recipe"
     return Problem(key, f"there is no such setting{where}", fix, value=text)
 

@@ -212,6 +212,11 @@ def test_what_canzona_does_not_have_is_said(key: str, words: str) -> None:
     assert "did you mean" not in problem.fix
 
 
+@pytest.mark.parametrize(("key", "value"), [("schedule.type", "wsd"), ("lr_scheduler", "wsd"), ("wsd", "true")])
+def test_a_hint_has_the_value_where_the_setting_takes_it(key: str, value: str) -> None:
+    assert unknown_key(key, value).fix == "did you mean schedule.decay=wsd?"
+
+
 @pytest.mark.parametrize("far", ["flavour", "parallel.tensors", "attention_backend", "hub_id"])
 def test_nothing_is_suggested_that_is_not_near(far: str) -> None:
     assert closest_key(far) is None
