@@ -34,7 +34,8 @@ _SHAPE: Final = (
 )
 """The settings that identify a built-in model."""
 _DECAYS: Final = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
-_BALANCING: Final = {"seq_aux_loss": "sequence", "global_aux_loss": "global", "none": "none"}
+BALANCING: Final = {"seq_aux_loss": "sequence", "global_aux_loss": "global", "none": "none"}
+"""Megatron's names of the losses that spread tokens over experts, with canzona's."""
 _BATCH_ENTRY: Final = re.compile(r"(\d{1,15}(?:\.\d{1,15})?[KMBT]?):(\d{1,9})", re.IGNORECASE)
 """A batch in `--step-batch-size-schedule`, after the number of tokens from which on it is used."""
 PROGRAM: Final = "program"
@@ -283,8 +284,8 @@ class _Translation:
                 self._plans_only.append("of models with experts, canzona trains only those with --qk-layernorm")
             self._set("model.experts_per_token", self._number("moe_router_topk", 2), "moe_router_topk")
             balancing = self._text("moe_router_load_balancing_type") or ""
-            if balancing in _BALANCING:
-                self._set("model.balancing_loss", _BALANCING[balancing], "moe_router_load_balancing_type")
+            if balancing in BALANCING:
+                self._set("model.balancing_loss", BALANCING[balancing], "moe_router_load_balancing_type")
             else:
                 self._left_out.append(self._listed("moe_router_load_balancing_type"))
             if balancing != "none":

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.checkpoint.torch_dist.test_files import QWEN3, saved, state
+from tests.checkpoint.torch_dist.test_files import QWEN3, assert_equal, saved, state
 from tests.cli.commands.support import canzona
 from tests.dist.jobs import prepare
 
@@ -21,6 +21,7 @@ SAVED, STEPS, BATCH, LENGTH, VOCABULARY = 4, 8, 4, 64, 384
 TP = ("--tensor-model-parallel-size", "2")
 SHARDED = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")
 FP32, BF16 = ("--muon-fp32-matmul-prec", "high"), ("--bf16", "--accumulate-allreduce-grads-in-fp32")
+ADAMW = (*BF16, *SHARDED, "--optimizer", "adam")
 TEXT = ("data=stdlib-bytes", "data.validation_fraction=0", "train.eval_interval=0")
 HERE = (*TEXT, "gpus=2", "cluster=cpu", "parallel.tp=1", "parallel.pp=1")
 
@@ -48,12 +49,18 @@ RUN = (
 )
 
 
-def _pretrain(cache: Path, *flags: str, engine: tuple[str, ...] | None = None) -> "list[Pretrained]":
+def _pretrain(cache: Path, *flags: str, engine: tuple[str, ...] | None = None, ranks: int = 2) -> "list[Pretrained]":
     from tests.library.pretraining import LOOP, MUON, pretrain
     from tests.library.pretraining import QWEN3 as SHAPE
 
     words = ("--vocab-size", str(VOCABULARY - 1))
-    return pretrain(*SHAPE, *LOOP, *words, *MUON, *flags, canzona=engine, samples=partial(Samples, cache))
+    return pretrain(*SHAPE, *LOOP, *words, *MUON, *flags, ranks=ranks, canzona=engine, samples=partial(Samples, cache))
+
+
+def _experts(ep: int) -> tuple[str, ...]:
+    from tests.library.test_pretrain import EXPERTS
+
+    return (*EXPERTS, "--expert-model-parallel-size", str(ep), "--expert-tensor-parallel-size", "1")
 
 
 def _losses(ranks: "list[Pretrained]") -> list[float]:
@@ -67,8 +74,8 @@ def _imported(folder: Path, run: Path, *overrides: str) -> dict[str, object]:
     return facts
 
 
-def _resumed(run: Path, cache: Path) -> list[float]:
-    canzona("resume", run, *HERE, f"data.cache_dir={cache}", code=0)
+def _resumed(run: Path, cache: Path, *settings: str) -> list[float]:
+    canzona("resume", run, *HERE, *settings, f"data.cache_dir={cache}", code=0)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if line["step"] > SAVED]
 
@@ -132,7 +139,7 @@ def test_megatron_goes_on_after_a_round_trip_with_few_and_with_many_ids(ids: int
 @pytest.mark.parametrize(
     ("flags", "engine", "apart"),
     [
-        ((*BF16, *SHARDED, "--optimizer", "adam"), None, 4e-4),
+        (ADAMW, None, 4e-4),
         ((*BF16, *SHARDED), None, 4e-4),
         ((*FP32, *SHARDED), (), 1e-6),
     ],
@@ -151,6 +158,31 @@ def test_each_goes_on_from_the_other(
     loading = ("--load", str(tmp_path / "out"), "--use-checkpoint-args")
     loaded = _losses(_pretrain(cache, *flags, *loading, engine=engine))
     np.testing.assert_allclose(loaded, losses, rtol=apart)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("ep", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+def test_experts_go_on_with_any_number_of_expert_parallel_ranks(
+    kind: str, ep: int, cache: Path, tmp_path: Path
+) -> None:
+    """Megatron's duplicated Muon in fp32 or its AdamW in bf16, with EP 2, goes on here, and after a round trip in
+    Megatron's loop. Megatron's own AdamW cannot go from EP 2 to EP 1."""
+    saver, apart = ((*FP32, *_experts(2)), 1e-6) if kind == "muon" else ((*ADAMW, *_experts(2)), 4e-4)
+    saving = ("--save", str(tmp_path / "saved"), "--save-interval", str(SAVED))
+    losses = _losses(_pretrain(cache, *saver, *saving))
+    facts = _imported(tmp_path / "saved" / f"iter_{SAVED:07d}", tmp_path / "run")
+    assert (facts["step"], facts["optimizer_state"]) == (SAVED, kind)
+    assert canzona("checkpoint", "export", tmp_path / "run", tmp_path / "out", "--to", "megatron").returncode == 0
+    _imported(tmp_path / "out", tmp_path / "again")
+    assert_equal(tmp_path / "run", tmp_path / "again")
+    here = ("gpus=4", f"parallel.ep={ep}")
+    np.testing.assert_allclose(_resumed(tmp_path / "run", cache, *here), losses, rtol=apart)
+    if kind == "muon" or ep > 1:
+        loading = ("--load", str(tmp_path / "out"), "--use-checkpoint-args", *_experts(ep))
+        flags, engine = ((*FP32, *SHARDED), ()) if kind == "muon" else (ADAMW, None)
+        loaded = _losses(_pretrain(cache, *flags, *loading, engine=engine, ranks=max(2, ep)))
+        np.testing.assert_allclose(loaded, losses, rtol=apart)
 
 
 @pytest.mark.sweep
