@@ -25,7 +25,7 @@ from canzona_cli.config.overrides import key_of
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import override_text
 from canzona_cli.config.settings import settings as all_settings
-from canzona_cli.core.engine.stored_state import stored_step
+from canzona_cli.core.engine.stored_state import stored_step, zero_moments
 from canzona_cli.core.errors import CheckpointInvalid, Problem, refuse
 from canzona_cli.core.model.geometry import unit_shape
 from canzona_cli.core.optimizers.facts import MOMENTS
@@ -163,9 +163,9 @@ def _with_state(folder: TorchDistFolder, composed: Composed, kind: Kind | None, 
         # Masters of some parameters beside rounded weights of others would be a model that no step has had.
         count = f"{len(without)} of {len(every)} parameters, the first is {without[0]}, have no fp32 master"
         notes = (*notes, f"all masters begin as the model's weights, in the precision that it trained in: {count}")
-    of_muon = dict.fromkeys(each.insides[0] for each in every if each.updated_by_muon(folder.keys))
+    of_muon = [each.keys[0] for each in every if each.updated_by_muon(folder.keys)]
     if kind == "muon" and of_muon:
-        notes = (*notes, f"AdamW's moments of {', '.join(of_muon)} begin at zero: Megatron's Muon updated them")
+        notes = (*notes, zero_moments(of_muon))
     imported = partial(Import, folder=folder, composed=composed, masters=not without)
     nothing = Progress(step=0, samples=0, tokens=0)
     if kind is None:
