@@ -20,7 +20,7 @@ import megatron.core.tokenizers.text  # noqa: F401 # with transformers, which ev
 import numpy as np
 import torch
 from megatron.core.enums import ModelType
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -171,11 +171,16 @@ def model_of(
 ) -> GPTModel:
     """Builds a chunk of the model, as Megatron-LM's model providers do."""
     args = training.get_args()
-    spec = get_gpt_layer_local_spec(
-        num_experts=args.num_experts, qk_layernorm=args.qk_layernorm, normalization=args.normalization
+    mcore = core_transformer_config_from_args(args)
+    spec = (
+        get_gpt_layer_local_spec(
+            num_experts=args.num_experts, qk_layernorm=args.qk_layernorm, normalization=args.normalization
+        )
+        if args.moe_layer_freq == 1
+        else get_gpt_decoder_block_spec(mcore, False, normalization=args.normalization, vp_stage=vp_stage)
     )
     model = GPTModel(
-        config=core_transformer_config_from_args(args),
+        config=mcore,
         transformer_layer_spec=spec,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,

@@ -98,8 +98,9 @@ def test_experts_go_on_with_another_number_of_expert_parallel_ranks(tmp_path: Pa
 
 
 @pytest.mark.sweep
-def test_experts_pass_through_every_layout_bit_for_bit(tmp_path: Path) -> None:
-    flags = (*FP32, *SHARDED)
+@pytest.mark.parametrize("layers", ["1", "[0,1]"], ids=["in every layer", "in the second layer"])
+def test_experts_pass_through_every_layout_bit_for_bit(tmp_path: Path, layers: str) -> None:
+    flags = (*FP32, *SHARDED, "--moe-layer-freq", layers)
     _pretrain(tmp_path, *flags, *_experts(2), save="ep2")
     before = "ep2"
     for name, further, ranks in (
@@ -111,6 +112,18 @@ def test_experts_pass_through_every_layout_bit_for_bit(tmp_path: Path) -> None:
         _pretrain(tmp_path, *flags, *further, load=before, save=name, ranks=ranks)
         _assert_equal(_state(tmp_path, before), _state(tmp_path, name))
         before = name
+
+
+@pytest.mark.sweep
+def test_a_run_goes_on_from_a_checkpoint_that_is_not_kept(tmp_path: Path) -> None:
+    """The newer of the two is loaded. The older has other keys: state of SOAP."""
+    flags, kind = (*FP32, *SHARDED), ("--non-persistent-ckpt-type", "global")
+    _pretrain(tmp_path, *flags, "--train-iters", "2", save="saved", engine=("optimizer=soap",))
+    saving = ("--save", str(tmp_path / "saved"), "--save-interval", "100", "--non-persistent-save-interval", "4")
+    losses = _losses(_pretrain(tmp_path, *flags, *kind, *saving))
+    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("2")
+    resumed = _losses(_pretrain(tmp_path, *flags, *kind, "--load", str(tmp_path / "saved")))
+    np.testing.assert_array_equal(resumed, losses)
 
 
 @pytest.mark.sweep

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from canzona_cli.core.costs.scratch import FP32, momentary_bytes
-from canzona_cli.core.model.families import family_of, replicated_parameters
+from canzona_cli.core.model.families import count_layers, family_of, replicated_parameters
 from canzona_cli.core.model.family import Family, Weight, Work
 from canzona_cli.core.model.matrices import Shape, layer_on_rank
 from canzona_cli.core.optimizers.facts import Algorithm
@@ -72,14 +72,17 @@ def stage_weights(setup: Setup, layout: Layout, stage: int) -> StageWeights:
     the embedding."""
     model = setup.model
     first, last = stage == 0, stage == layout.pp - 1
-    cut, experts, largest, replicated = _layer_weights(model, layout.tp, layout.ep)
-    layers = stage_layers(model.num_layers, layout, stage)
+    chunks = (chunk_layers(model.num_layers, layout, stage, chunk) for chunk in range(layout.vpp))
+    counts = count_layers(model, chunks)
+    of_layer = {kind: _layer_weights(kind, layout.tp, layout.ep) for kind in counts}
+    cut, experts, replicated = (sum(n * of_layer[kind][part] for kind, n in counts.items()) for part in (0, 1, 3))
+    largest = max(weights[2] for weights in of_layer.values())
     vocabulary = model.vocab_size * model.hidden_size // layout.tp
     copies = int(first) + int(last and not (first and model.tied_embeddings))
     return StageWeights(
-        matrices=layers * (cut + experts),
-        experts=layers * experts,
-        others=layers * replicated + copies * vocabulary + (model.hidden_size if last else 0),
+        matrices=cut + experts,
+        experts=experts,
+        others=replicated + copies * vocabulary + (model.hidden_size if last else 0),
         largest=max(vocabulary if copies else 0, largest),
     )
 

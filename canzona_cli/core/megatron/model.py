@@ -14,6 +14,7 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -100,6 +101,21 @@ def transformer_config(setup: Setup, world: World, *, compiled: bool) -> Transfo
         **recompute_settings[layout.recompute],
         **fp8_settings(setup),
     )
+
+
+def chunk_sizes(mcore: TransformerConfig, vpp: int) -> list[int]:
+    """Returns the numbers of layers of all model chunks, in the order of the model.
+
+    Args:
+        vpp: the number of model chunks of each pipeline stage.
+    """
+
+    def size(stage: int, chunk: int) -> int:
+        if mcore.pipeline_model_parallel_layout is not None:
+            return int(mcore.pipeline_model_parallel_layout.layout[stage][chunk].count(LayerType.decoder))
+        return int(get_num_layers_to_build(mcore, chunk if vpp > 1 else None, stage))
+
+    return [size(stage, chunk) for chunk in range(vpp) for stage in range(mcore.pipeline_model_parallel_size)]
 
 
 def fp8_settings(setup: Setup) -> dict[str, object]:

@@ -1,10 +1,13 @@
 """The known model families, and functions that count the parameters and FLOPs of their models."""
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from canzona_cli.core.errors import Problem
-from canzona_cli.core.model.family import Family, Kind
+from canzona_cli.core.fields import Side
+from canzona_cli.core.model.family import Family, Kind, Weight
 from canzona_cli.core.model.llama import LLAMA
 from canzona_cli.core.model.qwen3 import QWEN3
 from canzona_cli.core.model.qwen3_moe import QWEN3_MOE
@@ -22,6 +25,41 @@ def family_of(model: ModelConfig) -> Family:
     if model.num_experts:
         return QWEN3_MOE
     return QWEN3 if model.qk_norm else LLAMA
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedModel(ModelConfig):
+    """A model in which only some layers have experts, as the engine finds it in other training loops. Times of forward
+    and backward passes, and activations, are estimated as if all layers had experts."""
+
+    dense_width: Side
+    """The width of the feed-forward networks in layers without experts."""
+    pattern: str
+    """A digit for each layer: 1 if it has experts, otherwise 0."""
+
+
+@lru_cache(maxsize=64)
+def layer_models(model: ModelConfig) -> tuple[ModelConfig, ...]:
+    """Returns, for each layer, a model all of whose layers are like it."""
+    if not isinstance(model, MixedModel):
+        return (model,) * model.num_layers
+    with_experts = ModelConfig(**{field.name: getattr(model, field.name) for field in fields(ModelConfig)})
+    dense = replace(with_experts, num_experts=0, shared_ffn_hidden_size=0, ffn_hidden_size=model.dense_width)
+    return tuple(dense if digit == "0" else with_experts for digit in model.pattern)
+
+
+def count_layers(model: ModelConfig, parts: Iterable[range]) -> Mapping[ModelConfig, int]:
+    """Counts the layers in parts of a model, by a model all of whose layers are like these."""
+    if not isinstance(model, MixedModel):
+        return {model: sum(map(len, parts))}
+    kinds = layer_models(model)
+    return Counter(kinds[layer] for layers in parts for layer in layers)
+
+
+def weights_of_layers(model: ModelConfig) -> Iterator[Weight]:
+    """Yields the 2-D parameters that a layer of the model may have."""
+    for each in dict.fromkeys(layer_models(model)):
+        yield from family_of(each).weights(each)
 
 
 def family_problems(old: ModelConfig, new: ModelConfig, source: str) -> tuple[Problem, ...]:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from canzona_cli.core.model.families import EMBEDDING, OUTPUT, family_of
+from canzona_cli.core.model.families import EMBEDDING, OUTPUT, family_of, weights_of_layers
 from canzona_cli.core.model.family import Band, Kind, Weight
 from canzona_cli.core.model.matrices import Matrix
 from canzona_cli.core.setup import ModelConfig
@@ -49,7 +49,7 @@ def is_expert(name: str, model: ModelConfig) -> bool:
 
 @lru_cache(maxsize=16)
 def _weights_by_name(model: ModelConfig) -> Mapping[str, Weight]:
-    return {weight.name: weight for weight in family_of(model).weights(model)}
+    return {weight.name: weight for weight in weights_of_layers(model)}
 
 
 # ------------------------------------------------------------------------------------------- in model space
@@ -155,7 +155,7 @@ def _unit_shapes(model: ModelConfig) -> Mapping[str, tuple[int, ...]]:
         **{router.name: (router.rows, router.cols) for router in family.routers(model)},
         **{
             f"{weight.unit_prefix}{part.kind}": (weight.repeats * part.rows, weight.cols)
-            for weight in family.weights(model)
+            for weight in weights_of_layers(model)
             for part in weight.parts
         },
     }
@@ -174,7 +174,7 @@ def whole_shape(name: str, model: ModelConfig) -> tuple[int, ...]:
 def _fused_weights(model: ModelConfig) -> Mapping[str, Weight]:
     """Returns the parameters of a layer, by the name of the matrix that consists of all parts of the
     parameter."""
-    return {f"{weight.unit_prefix}{weight.kind}": weight for weight in family_of(model).weights(model)}
+    return {f"{weight.unit_prefix}{weight.kind}": weight for weight in weights_of_layers(model)}
 
 
 def _blocks(weight: Weight, layer: str, tp: int, rank: int) -> Iterator[Block]:
@@ -286,7 +286,7 @@ def _weight_with(matrix: Matrix, model: ModelConfig) -> Weight | None:
 
 @lru_cache(maxsize=16)
 def _weights_by_kind(model: ModelConfig) -> Mapping[Kind, Weight]:
-    return {kind: weight for weight in family_of(model).weights(model) for kind in weight.kinds}
+    return {kind: weight for weight in weights_of_layers(model) for kind in weight.kinds}
 
 
 def _parts_of(matrix: Matrix, weight: Weight) -> tuple[int, int]:

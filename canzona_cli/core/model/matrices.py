@@ -17,7 +17,7 @@ from typing import ClassVar, Literal
 
 from canzona_cli.core.errors import ConfigError, refuse
 from canzona_cli.core.fields import CountOrZero, Side
-from canzona_cli.core.model.families import EMBEDDING, FINAL_NORM, OUTPUT, family_of
+from canzona_cli.core.model.families import EMBEDDING, FINAL_NORM, OUTPUT, family_of, layer_models
 from canzona_cli.core.model.family import Kind
 from canzona_cli.core.setup import Execution, KroneckerConfig, Layout, ModelConfig, OptimizerName, Setup, Splitting
 from canzona_cli.core.setup.execution import splitting_of
@@ -157,7 +157,11 @@ def matrices(model: ModelConfig, layout: Layout, splitting: Splitting) -> tuple[
 
 @lru_cache(maxsize=16)
 def _matrices(model: ModelConfig, layout: Layout, splitting: Splitting) -> tuple[Matrix, ...]:
-    return number_matrices((LayerBlock(layers=model.num_layers, matrices=layer_matrices(model, splitting)),), layout)
+    blocks = [
+        LayerBlock(layers=len([*equal]), matrices=layer_matrices(each, splitting))
+        for each, equal in groupby(layer_models(model))
+    ]
+    return number_matrices(blocks, layout)
 
 
 def number_matrices(blocks: Sequence[LayerBlock], layout: Layout) -> tuple[Matrix, ...]:

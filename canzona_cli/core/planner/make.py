@@ -30,7 +30,7 @@ from canzona_cli.core.planner.paper import as_published
 from canzona_cli.core.planner.pipeline import HostedPipeline, planning_config
 from canzona_cli.core.planner.plan import Plan, PlanSettings, Scalar, Subject
 from canzona_cli.core.planner.reduction import uniform_buckets
-from canzona_cli.core.setup import ClusterConfig, Execution, Layout, ModelConfig, ScheduleConfig, Setup
+from canzona_cli.core.setup import ClusterConfig, Execution, Layout, ScheduleConfig, Setup
 from canzona_cli.core.setup.execution import PLANNED
 
 _CAPACITIES = (8, 4, 2, 1)
@@ -43,7 +43,7 @@ def subject(setup: Setup, layout: Layout, shapes: ModelShapes | None = None) -> 
     Args:
         shapes: the user's own shapes if these are planned instead of `config.model`.
     """
-    model: dict[str, Scalar] = {name: getattr(setup.model, name) for name in affecting(PLAN, ModelConfig)}
+    model: dict[str, Scalar] = {name: getattr(setup.model, name) for name in affecting(PLAN, type(setup.model))}
     profile = {name: getattr(setup.cluster, name) for name in affecting(PLAN, ClusterConfig)}
     return Subject(
         model=MappingProxyType(model if shapes is None else {"shapes": shapes.digest}),
