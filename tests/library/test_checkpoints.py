@@ -116,14 +116,14 @@ def test_experts_pass_through_every_layout_bit_for_bit(tmp_path: Path, layers: s
 
 @pytest.mark.sweep
 def test_a_run_goes_on_from_a_checkpoint_that_is_not_kept(tmp_path: Path) -> None:
-    """The newer of the two is loaded. The older has other keys: state of SOAP."""
+    """The newer of two is loaded. The older one has keys of another optimizer."""
     flags, kind = (*FP32, *SHARDED), ("--non-persistent-ckpt-type", "global")
-    _pretrain(tmp_path, *flags, "--train-iters", "2", save="saved", engine=("optimizer=soap",))
-    saving = ("--save", str(tmp_path / "saved"), "--save-interval", "100", "--non-persistent-save-interval", "4")
-    losses = _losses(_pretrain(tmp_path, *flags, *kind, *saving))
-    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("2")
-    resumed = _losses(_pretrain(tmp_path, *flags, *kind, "--load", str(tmp_path / "saved")))
-    np.testing.assert_array_equal(resumed, losses)
+    saving, older = ("--save", str(tmp_path), "--save-interval"), ("2", "--train-iters", "3")
+    _pretrain(tmp_path, *flags, *saving, *older, engine=("optimizer=soap",))
+    losses = _losses(_pretrain(tmp_path, *flags, *kind, *saving, "100", "--non-persistent-save-interval", "5"))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    resumed = next(rank.losses for rank in _pretrain(tmp_path, *flags, *kind, "--load", str(tmp_path)) if rank.losses)
+    np.testing.assert_array_equal(resumed, losses[-3:])
 
 
 @pytest.mark.sweep

@@ -18,6 +18,7 @@ from canzona_cli.core.costs.sharing import shared_costs
 from canzona_cli.core.costs.update import algorithm_of, update_costs
 from canzona_cli.core.errors import ConfigError, DoesNotFit, Problem
 from canzona_cli.core.fields import PLAN, affecting
+from canzona_cli.core.model.families import MixedModel
 from canzona_cli.core.model.matrices import Matrix, stage_matrices
 from canzona_cli.core.model.matrices import matrices as matrices_of
 from canzona_cli.core.model.shapes import ModelShapes
@@ -30,7 +31,7 @@ from canzona_cli.core.planner.paper import as_published
 from canzona_cli.core.planner.pipeline import HostedPipeline, planning_config
 from canzona_cli.core.planner.plan import Plan, PlanSettings, Scalar, Subject
 from canzona_cli.core.planner.reduction import uniform_buckets
-from canzona_cli.core.setup import ClusterConfig, Execution, Layout, ScheduleConfig, Setup
+from canzona_cli.core.setup import ClusterConfig, Execution, Layout, ModelConfig, ScheduleConfig, Setup
 from canzona_cli.core.setup.execution import PLANNED
 
 _CAPACITIES = (8, 4, 2, 1)
@@ -43,7 +44,8 @@ def subject(setup: Setup, layout: Layout, shapes: ModelShapes | None = None) -> 
     Args:
         shapes: the user's own shapes if these are planned instead of `config.model`.
     """
-    model: dict[str, Scalar] = {name: getattr(setup.model, name) for name in affecting(PLAN, type(setup.model))}
+    section = MixedModel if isinstance(setup.model, MixedModel) else ModelConfig
+    model: dict[str, Scalar] = {name: getattr(setup.model, name) for name in affecting(PLAN, section)}
     profile = {name: getattr(setup.cluster, name) for name in affecting(PLAN, ClusterConfig)}
     return Subject(
         model=MappingProxyType(model if shapes is None else {"shapes": shapes.digest}),
