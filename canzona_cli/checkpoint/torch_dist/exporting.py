@@ -171,7 +171,6 @@ def _add(
         for key in written_keys(parameter, field, kind):
             writer.add(key, tensor if field else tensor.to(weight_dtype), whole, offsets)
         on_bytes(rows.nbytes)
-    reader.unmap()
     return reader.step(parameter.blocks[0].unit) or 0.0
 
 
