@@ -128,8 +128,8 @@ def optimizer_groups(config: RunConfig, kind: Kind, step: float) -> dict[object,
     AdamW.
 
     In Megatron, experts that are divided among ranks are in groups of their own, and AdamW of them is an optimizer of
-    its own. Its Muon finds its groups on any number of expert-parallel ranks. Its AdamW does so only if the
-    checkpoint's experts were divided too, so AdamW's are written as divided unless the run has `parallel.ep=1`.
+    its own. Megatron only loads as many groups as it has, so experts are written as divided unless the run has
+    `parallel.ep=1`.
 
     Megatron-LM can give embeddings and output layer their own rate (`--decoupled-lr`), but not norms, and they
     have no weight decay of their own.
@@ -167,12 +167,13 @@ def optimizer_groups(config: RunConfig, kind: Kind, step: float) -> dict[object,
         "optimizer": {"param_groups": adamw_groups},
         "param_state_sharding_type": SHARDING,
     }
+    divided = config.model.num_experts > 0 and config.parallel.ep != 1
     if kind == "adamw":
-        if not config.model.num_experts or config.parallel.ep == 1:
+        if not divided:
             return groups
         of_experts: dict[object, object] = {"optimizer": {"param_groups": [{**adamw, "is_expert_parallel": True}]}}
         return {0: groups, 1: groups | of_experts}
     momentum = asdict(optimizer).get("momentum")
     muon = {**usual, "momentum": momentum}
-    muons = [muon, {**muon, "is_expert_parallel": True}] if config.model.num_experts else [muon]
+    muons = [muon, {**muon, "is_expert_parallel": True}] if divided else [muon]
     return {0: {"optimizer": {"param_groups": muons}}, 1: groups}
