@@ -92,9 +92,8 @@ def describe(caller: Caller, settings: Sequence[str]) -> tuple[Setup, Layout, Se
         config.model,
         name="model",
         vocab_size=vocabulary,
-        # The checks of settings are those of models that canzona trains in its own loop.
         qk_norm=caller.model.qk_layernorm,
-        gated=caller.model.gated_linear_unit,
+        gpt2=() if caller.model.gated_linear_unit else ("gelu",),
         experts_per_token=caller.model.moe_router_topk,
         shared_ffn_hidden_size=caller.model.moe_shared_expert_intermediate_size or 0,
     )

@@ -39,13 +39,13 @@ class Shape:
     head_dim: int
     vocab_size: int
     qk_norm: bool
-    gated: bool = True
+    gpt2: tuple[str, ...] = ()
     tied_embeddings: bool
     num_experts: int | None = None
     experts_per_token: int | None = None
 
     @property
-    def settings(self) -> dict[str, int | bool]:
+    def settings(self) -> dict[str, int | bool | tuple[str, ...]]:
         """The values that are set, by setting."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 

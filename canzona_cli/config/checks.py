@@ -72,6 +72,7 @@ def _value_problems(config: RunConfig) -> Iterator[Problem]:
         )
         yield Problem("name", reason, "for example name=my-run")
     yield from _expert_problems(config)
+    yield from _gpt2_problems(config)
     if config.model.head_dim % 2:
         reason = "must be even: rotary embedding rotates pairs of dimensions"
         yield Problem("model.head_dim", reason, f"use model.head_dim={config.model.head_dim + 1}")
@@ -83,6 +84,20 @@ def _expert_problems(config: RunConfig) -> Iterator[Problem]:
         reason = f"is fewer than model.experts_per_token={per_token}"
         fix = f"use model.num_experts={per_token} or more, or 0 for a dense model"
         yield Problem("model.num_experts", reason, fix, value=experts)
+
+
+def _gpt2_problems(config: RunConfig) -> Iterator[Problem]:
+    model, key = config.model, "model.gpt2"
+    parts = ["positions" if isinstance(part, int) else part for part in model.gpt2]
+    if len({*parts}) < len(parts):
+        reason = "has a part, or a number of positions, twice"
+        yield Problem(key, reason, "for example model.gpt2=[layernorm,biases,gelu,1024]", value=[*model.gpt2])
+    if "biases" in parts and model.num_experts:
+        fix = "leave biases out, or use model.num_experts=0"
+        yield Problem(key, "has biases, but experts have none", fix, value=[*model.gpt2])
+    if 0 < model.positions < config.train.seq_length:
+        reason = f"is longer than the {model.positions:,} learned positions of model.gpt2"
+        yield Problem("train.seq_length", reason, f"use train.seq_length={model.positions}, or more positions")
 
 
 def _schedule_problems(config: RunConfig) -> Iterator[Problem]:
@@ -225,17 +240,7 @@ def _cluster_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _training_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yields a problem if canzona can plan the model but not train it, and one if the range of steps to
-    profile is not within the run."""
-    if not config.model.gated:
-        reason = "can only be planned: canzona does not train feed-forward layers without a gate"
-        yield Problem("model.gated", reason, "leave it out, or use `canzona plan --dry-run`")
-    if config.model.num_experts and not config.model.qk_norm:
-        reason = "can only be planned: of models with experts, canzona trains those of Qwen3"
-        yield Problem("model.qk_norm", reason, "use model.qk_norm=true, or model.num_experts=0")
-    if config.model.shared_ffn_hidden_size:
-        reason = "can only be planned: canzona does not train experts that process every token"
-        yield Problem("model.shared_ffn_hidden_size", reason, "leave it out, or use `canzona plan --dry-run`")
+    """Yields a problem if the range of steps to profile is not within the run."""
     last_step = config.train.steps
     steps = config.run.profile_steps
     if steps is not None and not 1 <= steps[0] <= steps[1] <= last_step:

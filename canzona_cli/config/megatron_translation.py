@@ -7,7 +7,7 @@ not simulate.
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -30,7 +30,7 @@ from canzona_cli.core.setup.stages import count_parts_as_layers
 _REQUIRED: Final = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
 _SHAPE: Final = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "head_dim"),
-    *("tied_embeddings", "qk_norm", "num_experts", "shared_ffn_hidden_size"),
+    *("tied_embeddings", "qk_norm", "num_experts", "shared_ffn_hidden_size", "gpt2"),
 )
 """The settings that identify a built-in model."""
 _DECAYS: Final = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
@@ -268,19 +268,13 @@ class _Translation:
         ffn_argument = "moe_ffn_hidden_size" if experts else "ffn_hidden_size"
         self._set("model.ffn_hidden_size", self._number(ffn_argument, ffn), ffn_argument)
         self._set("model.tied_embeddings", not self._on("untie_embeddings_and_output_weights"))
-        self._set("model.gated", gated, "swiglu")
-        if not gated:
-            self._plans_only.append("canzona trains only models with --swiglu")
+        self._set("model.gpt2", override_text([*self._gpt2_parts(gated=gated, experts=experts > 0)]))
         if self._on("use_rope_scaling"):
             self._set("model.rope_scaling", self._text("rope_scaling_factor"), "rope_scaling_factor")
         self._set("model.num_experts", experts, "num_experts")
         shared = self._number("moe_shared_expert_intermediate_size", 0) if experts else 0
         self._set("model.shared_ffn_hidden_size", shared, "moe_shared_expert_intermediate_size")
-        if shared:
-            self._plans_only.append("canzona trains no shared experts")
         if experts:
-            if not self._on("qk_layernorm"):
-                self._plans_only.append("of models with experts, canzona trains only those with --qk-layernorm")
             self._set("model.experts_per_token", self._number("moe_router_topk", 2), "moe_router_topk")
             balancing = self._text("moe_router_load_balancing_type") or ""
             if balancing in _BALANCING:
@@ -290,6 +284,19 @@ class _Translation:
             if balancing != "none":
                 self._set("model.balancing_weight", self._text("moe_aux_loss_coeff"), "moe_aux_loss_coeff")
         self._vocabulary()
+
+    def _gpt2_parts(self, *, gated: bool, experts: bool) -> Iterator[str | int]:
+        """Yields the model's parts of GPT-2, as in `model.gpt2`."""
+        if self._text("normalization") == "LayerNorm":
+            yield "layernorm"
+        if self._on("add_bias_linear") and experts:
+            self._plans_only.append("canzona trains experts only with --disable-bias-linear")
+        elif self._on("add_bias_linear"):
+            yield "biases"
+        if not gated:
+            yield "gelu"
+        if self._text("position_embedding_type") == "learned_absolute":
+            yield self._number("max_position_embeddings", 1)
 
     def _vocabulary(self) -> None:
         if padded := self._number("padded_vocab_size", 0):

@@ -182,6 +182,7 @@ REMOVED: Final[Mapping[str, str]] = {
     "cluster.not_measured": "write cluster.measured_on.not_measured=PARTS",
     "cluster.rdzv_id": "leave it out: a rendezvous has the name of the run directory",
     "cluster.gpu_hour_price": "multiply the GPU hours that a dry run shows",
+    "model.gated": "write model.gpt2=[gelu] for feed-forward layers without a gate",
     "train.loss_spike_sigmas": "leave it out: a spike is 8 standard deviations above the recent mean",
     "train.sample_tokens": "leave it out: a sample has at most 48 tokens",
     "data.tokenizer_vocab_size": "set model.vocab_size: a learned tokenizer has as many entries, but at most 16384",

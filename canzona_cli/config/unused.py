@@ -96,6 +96,9 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
         yield f"parallel.tp={tp} spans several nodes of {config.cluster.gpus_per_node} ranks: it will be slow"
     if "parallel.dispatcher" in explicit and (config.model.num_experts == 0 or config.parallel.ep == 1):
         yield "parallel.dispatcher is ignored: no experts are divided among ranks"
+    if config.model.positions:
+        for key in sorted(explicit & {"model.rope_base", "model.rope_scaling"}):
+            yield f"{key} is ignored: model.gpt2 has learned positions"
     for key, other in _IGNORED:
         if key in explicit and value_of(config, other) == 0:
             yield f"{key} is ignored: {other} is 0"

@@ -54,7 +54,7 @@ def problems(tmp_path: Path, text: str, typed: Sequence[str] = ()) -> dict[str, 
 PUBLISHED = {
     "llama3-8b.txt": "recipe=llama3-8b gpus=8 model.vocab_size=128256 model.rope_base=1000000 train.steps=15258789"
     " schedule.warmup_steps=30517 train.grad_reduce_dtype=bf16",
-    "muon-621m.txt": "recipe=llama3-8b name=muon-621m model.gated=false engine.splitting=qkv",
+    "muon-621m.txt": "recipe=llama3-8b name=muon-621m model.gpt2=[gelu] engine.splitting=qkv",
     "qwen3-30b-a3b.txt": "recipe=qwen3-30b-a3b gpus=16 parallel.ep=16 parallel.dispatcher=flex schedule.decay=wsd"
     " model.balancing_loss=global schedule.warmup_steps=50 optimizer.scale_factor=0.2",
     "qwen3-32b.txt": "recipe=qwen3-32b gpus=256 parallel.tp=8 train.recompute=full optimizer.momentum=0.9"
@@ -213,12 +213,11 @@ def test_a_constant_rate_may_be_below_the_recipes_minimum(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("flags", "reasons"),
     [
-        ("--position-embedding-type learned_absolute", ["--position-embedding-type learned_absolute: canzona's"]),
-        ("--normalization LayerNorm", ["--normalization LayerNorm: canzona's models have RMSNorm"]),
-        ("--num-experts 8", ["of models with experts, canzona trains only those with --qk-layernorm"]),
+        ("--position-embedding-type none", ["--position-embedding-type none: canzona's"]),
+        ("--squared-relu", ["--squared-relu: canzona's layers without a gate have GELU"]),
         (
-            "--num-experts 8 --qk-layernorm --moe-shared-expert-intermediate-size 2048",
-            ["canzona trains no shared experts"],
+            "--num-experts 8 --moe-shared-expert-intermediate-size 2048 --moe-shared-expert-gate",
+            ["--moe-shared-expert-gate: canzona's shared experts have no gate"],
         ),
     ],
 )
@@ -228,6 +227,24 @@ def test_what_only_megatrons_loop_trains_is_planned_with_the_reason(
     run = read(tmp_path, f"{SMALL} {flags}")
     assert [each[: len(reason)] for each, reason in zip(run.plans_only, reasons, strict=True)] == reasons
     assert config_of(run).model.shared_ffn_hidden_size == (2048 if "shared" in flags else 0)
+
+
+def test_parts_of_gpt2_are_read_from_flags(tmp_path: Path) -> None:
+    parts = {
+        "--normalization LayerNorm": ("layernorm",),
+        "--position-embedding-type learned_absolute --max-position-embeddings 8192": (8192,),
+        "--num-experts 8": (),
+    }
+    for flags, expected in parts.items():
+        run = read(tmp_path, f"{SMALL} {flags}")
+        assert (config_of(run).model.gpt2, run.plans_only) == (expected, ())
+    classic = SMALL.replace("--swiglu", "").replace("--disable-bias-linear", "")
+    run = read(tmp_path, f"{classic} --normalization LayerNorm")
+    assert config_of(run).model.gpt2 == ("layernorm", "biases", "gelu")
+    assert "model.gpt2=[layernorm,biases,gelu]" in run.command(config_of(run), ())
+    assert read(tmp_path, f"{classic} --num-experts 8").plans_only == (
+        "canzona trains experts only with --disable-bias-linear",
+    )
 
 
 def test_what_canzona_leaves_out_is_listed_with_its_value(tmp_path: Path) -> None:

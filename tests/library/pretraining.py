@@ -33,8 +33,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
 from canzona_cli import use_in_megatron_lm
-from canzona_cli.core.megatron import cpu_backend
-from canzona_cli.core.megatron.experts import leave_routers_to_adamw
+from canzona_cli.core.megatron import cpu_backend, experts
 from canzona_cli.core.megatron.matrix_buffers import global_parameters
 from tests.cli.commands.support import ready_to_fork
 from tests.dist.ranks import run_ranks
@@ -194,12 +193,10 @@ def model_of(
 def leave_to_adamw(model: GPTModel) -> None:
     """Marks the routers, the gates of shared experts, and the learned positions, which Megatron's Muon would update as
     matrices."""
-    leave_routers_to_adamw(model)
+    experts.leave_to_adamw(model)
     for name, param in model.named_parameters():
         if name.endswith("gate_weight"):
             param.is_embedding_or_output_parameter = True
-    if model.pre_process and model.embedding.add_position_embedding:
-        model.embedding.position_embeddings.weight.is_embedding_or_output_parameter = True
 
 
 class MockTokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):

@@ -113,7 +113,7 @@ def export_torch_dist(
         config: The run that saved the checkpoint.
 
     Raises:
-        ConfigError: `out` is not empty, or the model has experts.
+        ConfigError: `out` is not empty, or the model has experts or parts of GPT-2.
         CheckpointInvalid: The checkpoint lacks a tensor, or has values that are not finite.
         EnvironmentProblem: The folder cannot be written.
     """
@@ -121,6 +121,10 @@ def export_torch_dist(
         reason = "only dense decoders can be exported to this format"
         problem = Problem(key="--to", value="megatron", reason=reason, fix="--to hf writes models with experts")
         raise ConfigError(problem)
+    if config.model.gpt2:
+        reason = "canzona writes only models without parts of GPT-2 to this format"
+        fix = "train it in Megatron's loop with canzona_cli.use_in_megatron_lm(), whose checkpoints are Megatron's"
+        raise ConfigError(Problem("model.gpt2", reason, fix, value=[*config.model.gpt2]))
     kind = _kind(manifest)
     iteration = manifest.progress.step
     with stage_folder(out, key="OUT") as root:

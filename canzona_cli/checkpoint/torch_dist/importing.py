@@ -132,6 +132,8 @@ def _translate(folder: TorchDistFolder) -> tuple[MegatronRun, tuple[str, ...]]:
     unsupported = [*run.plans_only]
     if run.overrides["model.num_experts"] != "0":
         unsupported.append("experts: only dense decoders can be imported from this format")
+    if (parts := run.overrides["model.gpt2"]) != "[]":
+        unsupported.append(f"model.gpt2={parts}: only models without parts of GPT-2 can be imported from this format")
     fix = "import a dense decoder like Qwen3 or Llama"
     refuse(Problem(key="DIR", value=folder.path, reason=reason, fix=fix) for reason in unsupported)
     other = [*(f"{name} {given[name]}" for name in dropped), *run.left_out]

@@ -92,7 +92,7 @@ def parameters(model: ModelConfig) -> Iterator[Parameter]:
     shapes: dict[str, tuple[str, tuple[int, ...], bool]] = {
         weight.name: (weight.name, (weight.rows, weight.cols), True) for weight in family.weights(model)
     }
-    shapes |= {norm.name: (norm.fused or norm.name, (norm.elements,), False) for norm in family.norms(model)}
+    shapes |= {norm.name: (norm.fused or norm.name, (norm.elements,), False) for norm in family.vectors(model)}
     for layer in range(model.num_layers):
         for name, (inside, shape, matrix) in shapes.items():
             yield Parameter(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from canzona_cli.core.costs.scratch import FP32, momentary_bytes
-from canzona_cli.core.model.families import family_of, replicated_parameters
+from canzona_cli.core.model.families import family_of, final_norm_elements, small_parameters
 from canzona_cli.core.model.family import Family, Weight, Work
 from canzona_cli.core.model.matrices import Shape, layer_on_rank
 from canzona_cli.core.optimizers.facts import Algorithm
@@ -43,7 +43,7 @@ class StageWeights:
     """The elements of the rank's experts if ep > 1, because their gradients are then reduced over other ranks
     (`Mesh.expert_owners`); 0 if ep = 1."""
     others: int
-    """The elements of the other parameters, which AdamW updates: embedding, output layer, norms, routers."""
+    """The elements of the other parameters, which AdamW updates: embedding, output layer, norms, biases, routers."""
     largest: int
     """The elements of the largest single parameter."""
 
@@ -72,14 +72,17 @@ def stage_weights(setup: Setup, layout: Layout, stage: int) -> StageWeights:
     the embedding."""
     model = setup.model
     first, last = stage == 0, stage == layout.pp - 1
-    cut, experts, largest, replicated = _layer_weights(model, layout.tp, layout.ep)
+    cut, experts, largest, small = _layer_weights(model, layout.tp, layout.ep)
     layers = stage_layers(model.num_layers, layout, stage)
     vocabulary = model.vocab_size * model.hidden_size // layout.tp
     copies = int(first) + int(last and not (first and model.tied_embeddings))
     return StageWeights(
         matrices=layers * (cut + experts),
         experts=layers * experts,
-        others=layers * replicated + copies * vocabulary + (model.hidden_size if last else 0),
+        others=layers * small
+        + copies * vocabulary
+        + (model.positions * model.hidden_size if first else 0)
+        + (final_norm_elements(model) if last else 0),
         largest=max(vocabulary if copies else 0, largest),
     )
 
@@ -87,10 +90,10 @@ def stage_weights(setup: Setup, layout: Layout, stage: int) -> StageWeights:
 @lru_cache(maxsize=256)
 def _layer_weights(model: ModelConfig, tp: int, ep: int) -> tuple[int, int, int, int]:
     """Counts the elements of one layer on a rank: of the matrices that tensor parallelism cuts, of the rank's
-    experts if ep exceeds 1, of the largest matrix, and of norms and routers."""
+    experts if ep exceeds 1, of the largest matrix, and of norms, biases and routers."""
     divided, whole = layer_on_rank(model, "fused", ep)
     cut, experts = [matrix.elements // tp for matrix in divided], [matrix.elements for matrix in whole]
-    return sum(cut), sum(experts), max(*cut, *experts), replicated_parameters(model)
+    return sum(cut), sum(experts), max(*cut, *experts), small_parameters(model, tp)
 
 
 def stored_shapes(setup: Setup, layout: Layout) -> Counter[Shape]:

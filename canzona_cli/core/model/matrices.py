@@ -17,7 +17,7 @@ from typing import ClassVar, Literal
 
 from canzona_cli.core.errors import ConfigError, refuse
 from canzona_cli.core.fields import CountOrZero, Side
-from canzona_cli.core.model.families import EMBEDDING, FINAL_NORM, OUTPUT, family_of
+from canzona_cli.core.model.families import EMBEDDING, FINAL_BIAS, FINAL_NORM, OUTPUT, POSITIONS, family_of
 from canzona_cli.core.model.family import Kind
 from canzona_cli.core.setup import Execution, KroneckerConfig, Layout, ModelConfig, OptimizerName, Setup, Splitting
 from canzona_cli.core.setup.execution import splitting_of
@@ -368,11 +368,14 @@ def routing(setup: Setup) -> Routing:
     vocabulary = model.vocab_size * model.hidden_size
     family = family_of(model)
     weights = [(weight.name, weight.elements) for weight in family.weights(model)] if adamw_only else []
-    replicated = [(parameter.name, parameter.elements) for parameter in family.replicated(model)]
+    small = [(parameter.name, parameter.elements) for parameter in family.small(model)]
+    positions, final_bias = model.positions * model.hidden_size, "layernorm" in model.gpt2
     adamw = (
         Routed(pattern=EMBEDDING, count=1, elements=vocabulary),
-        *_group_by_pattern("decoder.layers.*.", layers, [*weights, *replicated]),
+        *((Routed(pattern=POSITIONS, count=1, elements=positions),) if positions else ()),
+        *_group_by_pattern("decoder.layers.*.", layers, [*weights, *small]),
         Routed(pattern=FINAL_NORM, count=1, elements=model.hidden_size),
+        *((Routed(pattern=FINAL_BIAS, count=1, elements=model.hidden_size),) if final_bias else ()),
         *(() if model.tied_embeddings else (Routed(pattern=OUTPUT, count=1, elements=vocabulary),)),
     )
     return Routing(optimizer=setup.optimizer.name, matrices=() if adamw_only else _group_matrices(setup), adamw=adamw)

@@ -125,7 +125,7 @@ class ModelShapes:
             tied_embeddings=self.output == 0,
             qk_norm=False,
             num_experts=0,
-            gated=True,
+            gpt2=(),
         )
 
 

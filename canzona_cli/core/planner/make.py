@@ -44,9 +44,13 @@ def subject(setup: Setup, layout: Layout, shapes: ModelShapes | None = None) -> 
         shapes: the user's own shapes if these are planned instead of `config.model`.
     """
     model: dict[str, Scalar] = {name: getattr(setup.model, name) for name in affecting(PLAN, ModelConfig)}
+    parts = json.dumps(model.pop("gpt2"))
+    gpt2 = {"gpt2": parts} if setup.model.gpt2 else {}
     profile = {name: getattr(setup.cluster, name) for name in affecting(PLAN, ClusterConfig)}
     return Subject(
-        model=MappingProxyType(model if shapes is None else {"shapes": shapes.digest}),
+        model=MappingProxyType(
+            {**model, "gated": setup.model.gated, **gpt2} if shapes is None else {"shapes": shapes.digest}
+        ),
         layout=layout.mesh,
         settings=settings(setup),
         optimizer=algorithm_of(setup),

@@ -36,6 +36,7 @@ DecayStyle = Literal["cosine", "wsd", "linear", "constant"]
 Experts = Annotated[int, Range(at_least=0, at_most=1024)]
 Dispatcher = Literal["allgather", "alltoall", "flex"]
 BalancingLoss = Literal["none", "sequence", "global"]
+Gpt2Part = Literal["layernorm", "biases", "gelu"]
 
 WARMUP_SHARE = 20
 """The divisor that gives the default warm-up: a twentieth of the decay steps."""
@@ -46,8 +47,8 @@ WSD_DECAY_SHARE = 10
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only transformer with RMSNorm, GQA, RoPE and no bias, like Qwen3 and Llama, dense or with
-    experts."""
+    """A decoder-only transformer with RMSNorm, SwiGLU, GQA, RoPE and no bias, like Qwen3 and Llama, dense or with
+    experts, or with parts of GPT-2 instead."""
 
     AFFECTS: ClassVar[Affects] = MODEL | PLAN
 
@@ -66,13 +67,13 @@ class ModelConfig:
         "Factor by which Llama 3.1's rotary scaling stretches a context of 8,192 tokens; null: none.",
         CURVE,
     ] = None
-    norm_eps: Annotated[Epsilon, "Epsilon of the RMSNorms.", CURVE] = 1e-6
+    norm_eps: Annotated[Epsilon, "Epsilon of the norms.", CURVE] = 1e-6
     qk_norm: Annotated[bool, "Normalise queries and keys per head: true for Qwen3, false for Llama.", MODEL] = True
     num_experts: Annotated[Experts, "Experts in every layer, each a feed-forward network; 0: a dense model."] = 0
     experts_per_token: Annotated[int, Range(at_least=2, at_most=1024), "Experts that process each token.", CURVE] = 2
     shared_ffn_hidden_size: Annotated[
         Annotated[int, Range(at_least=0, at_most=1 << 24)],
-        "Width of a feed-forward network beside the experts that processes every token; 0: none. Only for plans.",
+        "Width of a feed-forward network beside the experts that processes every token; 0: none.",
     ] = 0
     balancing_loss: Annotated[
         BalancingLoss,
@@ -80,14 +81,27 @@ class ModelConfig:
         CURVE,
     ] = "sequence"
     balancing_weight: Annotated[Share, "Weight of `balancing_loss`.", CURVE] = 1e-3
-    gated: Annotated[
-        bool, "Gate the feed-forward layers (SwiGLU). false: one matrix fewer per layer; only for plans."
-    ] = True
+    gpt2: Annotated[
+        tuple[Gpt2Part | Side, ...],
+        "Parts of GPT-2 in place of Llama's: layernorm (for RMSNorm), biases of linear layers (for none), gelu (for "
+        "SwiGLU; it has no gate, and so one matrix fewer), and a number of learned positions (for rotary ones).",
+        Example("[layernorm,biases,gelu,1024]"),
+    ] = ()
     init_std: Annotated[
         Positive,
         "Standard deviation of the initial weights; residual projections use `init_std / sqrt(2 * num_layers)`.",
         NOTHING,
     ] = 0.02
+
+    @property
+    def gated(self) -> bool:
+        """True if feed-forward layers are gated (SwiGLU)."""
+        return "gelu" not in self.gpt2
+
+    @property
+    def positions(self) -> int:
+        """The number of learned positions; 0 with a rotary embedding."""
+        return sum(part for part in self.gpt2 if isinstance(part, int))
 
 
 @dataclass(frozen=True, kw_only=True)

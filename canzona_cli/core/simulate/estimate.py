@@ -181,7 +181,7 @@ def _traffic(setup: Setup, layout: Layout) -> _Traffic:
     links, groups = Links(cluster=cluster), Groups.of(layout, cluster)
     weights = stage_weights(setup, layout, 0)
     weight_bytes, gradient_bytes = setup.train.weight_bytes, setup.train.gradient_bytes
-    embedding = setup.model.vocab_size * setup.model.hidden_size // layout.tp
+    embedding = (setup.model.vocab_size // layout.tp + setup.model.positions) * setup.model.hidden_size
     reducing, gathering = step_factor(setup, "grad_reduce"), step_factor(setup, "param_gather")
     reduce = links.all_reduce if execution.everywhere else links.reduce_scatter
     all_elements = weights.matrices + weights.others

@@ -99,7 +99,7 @@ def test_pipeline_stages_hold_what_is_theirs() -> None:
     count = parameter_count(config.model)
     first = estimate(config.setup, layout(pp=4, count=16))
     assert first.worst_rank == "pp stage 0"
-    assert first.parts["weights"] == 2 * ((count.layer_matrices + count.norms - 4096) // 4 + count.embedding)
+    assert first.parts["weights"] == 2 * ((count.layer_matrices + count.vectors - 4096) // 4 + count.embedding)
     assert first.parts["logits"] == 0
     # With one micro-batch in flight everywhere, the stage with the logits needs most.
     assert estimate(config.setup, layout(pp=4, micro=8)).worst_rank == "pp stage 3"
