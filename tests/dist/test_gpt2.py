@@ -197,6 +197,7 @@ def test_the_loop_trains_them_as_megatrons_own_layers_and_muon_in_one_process(ca
     assert all(not torch.equal(weight, whole.before[name]) for name, weight in whole.after.items())
     assert found.before.keys() == whole.before.keys()
     assert all(torch.equal(weight, whole.before[name]) for name, weight in found.before.items())
+    assert not any(weight.any() for name, weight in whole.before.items() if name.endswith("bias"))
     np.testing.assert_allclose(found.losses, whole.losses, rtol=1e-6)
     np.testing.assert_allclose(found.grad_norms, whole.norms, rtol=3e-6)
     assert _apart(whole.after, found.after) < 5e-6

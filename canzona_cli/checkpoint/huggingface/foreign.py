@@ -109,7 +109,7 @@ def read_model(tree: Mapping[str, object]) -> dict[str, object]:
     refuse(problems)
     factor = _rope(tree).get("factor") if _rope_type(_rope(tree)) == "llama3" else None
     settings["rope_scaling"] = float(factor) if isinstance(factor, int | float) else None
-    return {**settings, "gpt2": (), "shared_ffn_hidden_size": 0, **foreign.fixed}
+    return {**settings, "gpt2": (), **foreign.fixed}
 
 
 def positions_of(tree: Mapping[str, object]) -> int:
@@ -168,7 +168,7 @@ def config_json(model: ModelConfig, *, dtype: str, max_positions: int) -> dict[s
     Raises:
         ConfigError: no model of transformers in which canzona writes weights computes the same.
     """
-    refuse(_parts_without_family(model))
+    refuse(foreign_problems(model))
     foreign = family_of(model).foreign
     settings = asdict(model)
     scaling = {"rope_type": "llama3", "factor": model.rope_scaling, **_LLAMA3} if model.rope_scaling else None
@@ -189,17 +189,17 @@ def config_json(model: ModelConfig, *, dtype: str, max_positions: int) -> dict[s
     }
 
 
-def _parts_without_family(model: ModelConfig) -> Iterator[Problem]:
-    """Yields a problem for each part of a model that the model of its family in transformers does not have."""
-    fix = "such a model is trained, validated (canzona eval) and sampled (train.sample_every) by canzona only"
-    if model.gpt2:
-        reason = "canzona writes no model of transformers with them (GPT-2's matrices are transposed and fused there)"
-        yield Problem("model.gpt2", reason, fix, value=[*model.gpt2])
-    if model.shared_ffn_hidden_size:
-        reason = "Qwen3-MoE of transformers has no shared expert, and that of Qwen2-MoE has a gate"
-        yield Problem("model.shared_ffn_hidden_size", reason, fix, value=model.shared_ffn_hidden_size)
-    if model.num_experts and not model.qk_norm:
-        yield Problem("model.qk_norm", "Qwen3-MoE of transformers always has QK-norm", fix, value=False)
+def foreign_problems(model: ModelConfig) -> list[Problem]:
+    """Returns a problem for each part of a model that the model of its family in transformers does not have."""
+    no_gpt2 = "is in no model of transformers that canzona writes; GPT-2's matrices are transposed and fused there"
+    no_shared = "is not in Qwen3-MoE of transformers, and in Qwen2-MoE it has a gate"
+    parts = (
+        ("gpt2", [*model.gpt2], bool(model.gpt2), no_gpt2),
+        ("shared_ffn_hidden_size", model.shared_ffn_hidden_size, model.shared_ffn_hidden_size > 0, no_shared),
+        ("qk_norm", False, model.num_experts > 0 and not model.qk_norm, "is always true in Qwen3-MoE of transformers"),
+    )
+    fix = "validate the model with canzona eval, and sample from it with train.sample_every"
+    return [Problem(f"model.{key}", why, fix, value=value) for key, value, differs, why in parts if differs]
 
 
 def _rope(tree: Mapping[str, object]) -> Mapping[str, object]:

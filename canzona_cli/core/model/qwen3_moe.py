@@ -150,7 +150,7 @@ QWEN3_MOE = Family(
             "decoder_sparse_step": (1, None),
             "mlp_only_layers": ([], None),
         },
-        fixed=QWEN3.foreign.fixed,
+        fixed={**QWEN3.foreign.fixed, "shared_ffn_hidden_size": 0},
         layer={
             **{unit: name for unit, name in LAYER_NAMES.items() if not name.startswith("mlp.")},
             "mlp.router.weight": "mlp.gate",

@@ -105,6 +105,13 @@ def test_masters_and_state_come_back_bit_for_bit(kind: Kind, settings: tuple[str
     )
 
 
+def test_parts_of_gpt2_are_not_exported(tmp_path: Path) -> None:
+    run = saved(tmp_path / "run", "muon", *QWEN3, "model.gpt2=[gelu,64]")
+    told = canzona("checkpoint", "export", run, tmp_path / "out", "--to", "megatron", code=2)
+    assert "model.gpt2 = [gelu,64]" in told.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_last_lines_of_an_import_have_the_next_command_and_its_data(tmp_path: Path) -> None:
     done("export", saved(tmp_path / "run", "muon", *FEW_IDS), tmp_path / "out", "--to", "megatron")
     *_, command, data = done("import", tmp_path / "out", "--out", tmp_path / "again").splitlines()
@@ -255,7 +262,7 @@ FORGED: dict[str, tuple[Callable[[Path], None], int, str]] = {
     "half of the arguments": (lambda folder: _cut(folder / "common.pt"), 5, "common.pt"),
     "outside": (_index(_elsewhere), 5, "its file is not in this folder"),
     "experts": (_arguments(num_experts=4), 2, "only dense decoders can be imported"),
-    "biases": (_arguments(add_bias_linear=True), 2, "canzona's linear layers have none"),
+    "biases": (_arguments(add_bias_linear=True), 2, "only models without parts of GPT-2"),
     "other layers": (_arguments(num_layers=3), 2, "shape [2, 64, 64]"),
     "samples below zero": (_counts(samples=-8), 5, "consumed_train_samples is -8"),
     "too many steps": (_counts(iteration=10**30), 5, "iteration is 1e+30"),
