@@ -296,6 +296,7 @@ class _Translation:
         if not gated:
             yield "gelu"
         if self._text("position_embedding_type") == "learned_absolute":
+            self._overrides.pop("model.rope_base", None)
             yield self._number("max_position_embeddings", 1)
 
     def _vocabulary(self) -> None:

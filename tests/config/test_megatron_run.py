@@ -238,6 +238,7 @@ def test_parts_of_gpt2_are_read_from_flags(tmp_path: Path) -> None:
     for flags, expected in parts.items():
         run = read(tmp_path, f"{SMALL} {flags}")
         assert (config_of(run).model.gpt2, run.plans_only) == (expected, ())
+        assert ("model.rope_base" in run.overrides) is (8192 not in expected), "it would have no effect"
     classic = SMALL.replace("--swiglu", "").replace("--disable-bias-linear", "")
     run = read(tmp_path, f"{classic} --normalization LayerNorm")
     assert config_of(run).model.gpt2 == ("layernorm", "biases", "gelu")

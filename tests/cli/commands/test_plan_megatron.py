@@ -23,7 +23,7 @@ VOCABULARY = "model.vocab_size=151936"
 def test_a_command_line_is_one_screen_that_says_which_loop_trains_the_model(
     name: str, overrides: tuple[str, ...], in_own_loop: bool
 ) -> None:
-    """LayerNorm, layers without a gate, and a learning rate for the embedding exist in Megatron's loop only."""
+    """Zero-centred norms, squared ReLU, and a learning rate for the embedding exist in Megatron's loop only."""
     result = canzona("plan", "--from-megatron", FILES / name, *overrides)
     assert (result.returncode, result.stderr) == (0, "")
     *screen, command = result.stdout.splitlines()
