@@ -6,6 +6,7 @@ attention, QK-norm and no dropout (see `layer_activations`). (t, c) are tp and c
 
 import math
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -240,23 +241,32 @@ def _layers_in_flight(layers: int, pp: int, vpp: int, count: int, stage: int) ->
 
 def transient(setup: Setup, algorithm: Algorithm, layout: Layout, stage: int) -> Transient:
     """Counts the bytes that a rank of `stage` needs in addition to its state while it computes."""
+    (of_stage,) = transients(setup, algorithm, layout, (stage,))
+    return of_stage
+
+
+def transients(setup: Setup, algorithm: Algorithm, layout: Layout, stages: Iterable[int]) -> Iterator[Transient]:
+    """Yields the `transient` of each of several stages."""
     model, width, t = setup.model, setup.train.weight_bytes, layout.tp
     family, hidden = family_of(model), model.hidden_size
-    weights = stage_weights(setup, layout, stage)
     tokens = micro_batch_tokens(setup, layout)
     layer = layer_activations(setup, family, layout, layout.recompute)
-    activations = layers_in_flight(model.num_layers, layout, stage) * layer
-    logits = 0
-    if stage == layout.pp - 1:
-        activations += 2 * width * stream_elements(setup, layout)
-        logits = _output_layer(setup, tokens * model.vocab_size // t, tokens * hidden, model.vocab_size * hidden // t)
     # The backward pass of one layer: gradients of its largest activations, the gathered stream, the gradient
     # of the largest weight before it is added to the buffer, and the activations that recomputation restores.
     largest = family.activations(model, True).largest * tokens // t
-    working = width * (largest + 2 * tokens * hidden + weights.largest)
-    working += layer_activations(setup, family, layout, "none") - layer
-    update, adamw = _step_bytes(setup, algorithm, layout, weights)
-    return Transient(activations=activations, logits=logits, working=working, update=update, adamw=adamw)
+    restored = layer_activations(setup, family, layout, "none") - layer
+    for stage in stages:
+        weights = stage_weights(setup, layout, stage)
+        activations = layers_in_flight(model.num_layers, layout, stage) * layer
+        logits = 0
+        if stage == layout.pp - 1:
+            activations += 2 * width * stream_elements(setup, layout)
+            logits = _output_layer(
+                setup, tokens * model.vocab_size // t, tokens * hidden, model.vocab_size * hidden // t
+            )
+        working = width * (largest + 2 * tokens * hidden + weights.largest) + restored
+        update, adamw = _step_bytes(setup, algorithm, layout, weights)
+        yield Transient(activations=activations, logits=logits, working=working, update=update, adamw=adamw)
 
 
 def _output_layer(setup: Setup, logits: int, stream: int, weights: int) -> int:
