@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Literal, NamedTuple, get_args
 
@@ -273,23 +274,26 @@ def rounded(seconds: float) -> float:
     return float(f"{seconds:.{COST_DIGITS - 1}e}")
 
 
+_shape = attrgetter("shape")
+
+
 def update_costs(setup: Setup, members: Sequence[Matrix]) -> tuple[float, ...]:
     """Returns the seconds of each matrix's update alone, rounded to `COST_DIGITS` significant digits. Plans
     add them up; simulations add up `update_times`, and are at most as long."""
     costs = {shape: rounded(time.alone_s) for shape, time in _times_of_shapes(setup, members).items()}
-    return tuple([costs[matrix.rows, matrix.cols] for matrix in members])
+    return tuple(map(costs.__getitem__, map(_shape, members)))
 
 
 def update_times(setup: Setup, members: Sequence[Matrix]) -> tuple[UpdateTime, ...]:
     """Returns the time of each matrix's update."""
     times = _times_of_shapes(setup, members)
-    return tuple([times[matrix.rows, matrix.cols] for matrix in members])
+    return tuple(map(times.__getitem__, map(_shape, members)))
 
 
 def _times_of_shapes(setup: Setup, members: Sequence[Matrix]) -> Mapping[Shape, UpdateTime]:
     """Returns the time of an update by shape. There are few shapes, even with many thousands of experts."""
     algorithm, implemented = algorithm_of(setup), implementation(setup)
-    shapes = {(matrix.rows, matrix.cols) for matrix in members}
+    shapes: set[Shape] = set(map(_shape, members))
     return {shape: update_time(algorithm, *shape, setup.cluster, implemented) for shape in shapes}
 
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from operator import attrgetter
 from types import MappingProxyType
 
 from canzona_cli.core.costs.buffers import bucket_elements
@@ -263,7 +264,7 @@ def _attempts(setup: Setup, layout: Layout, shapes: ModelShapes | None, limit: i
     algorithm = unbounded.subject.optimizer
     user_limit = unbounded.subject.settings.capacity(setup.exchange_bytes)
     spare = spare_bytes(setup, algorithm, layout, limit)
-    counts = Counter(matrix.shape for matrix in unbounded.matrices)
+    counts = Counter(map(attrgetter("shape"), unbounded.matrices))
     for worst_case in (False, True):
         # The elements of matrices that one rank may keep.
         memory_cap = max(1, int(spare / element_bytes(setup, algorithm, counts, worst_case=worst_case)))
@@ -314,7 +315,7 @@ def _unbounded_attempts(setup: Setup, layout: Layout, shapes: ModelShapes | None
 
 def _most_held(plan: Plan) -> int:
     """Counts the matrix elements on the fullest cell."""
-    return max(max(plan.held_elements(stage)) for stage in range(plan.subject.layout.pp))
+    return max(map(max, plan.held_elements))
 
 
 def _most_received(plan: Plan) -> int:
