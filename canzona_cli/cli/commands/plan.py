@@ -142,7 +142,7 @@ def plan(
     warn(mode_warnings(config.setup, layout, None if shapes_file is None else shapes_file.matrices(layout)))
     summary = not (json or verbose or html is not None or compare is not None)
     baselines = SUMMARY if summary else STRATEGIES
-    study = study_run(config.setup, layout, compare, shapes_file, baselines, misfits=not summary)
+    study = study_run(config.setup, layout, compare, shapes_file, baselines, details=not summary)
     written = None
     if not dry_run:
         from canzona_cli.core.planner.plan_file import default_path

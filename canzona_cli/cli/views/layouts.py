@@ -137,7 +137,7 @@ def _planned(run: Combination, dirs: Sequence[Path]) -> PlanRow:
     study = None
     with suppress(DoesNotFit):
         config, layout = resolve(config)
-        study = study_run(config.setup, layout, baselines=_BASELINES, tp_modes=RELEASED_TP_MODES, misfits=False)
+        study = study_run(config.setup, layout, baselines=_BASELINES, tp_modes=RELEASED_TP_MODES, details=False)
     return PlanRow(config=config, values=run.values, study=study)
 
 

@@ -90,18 +90,20 @@ class Study:
     layout: Layout
     plan: Plan
     balance: Balance
-    communication: Communication
     memory: PlanMemory
     strategies: Mapping[str, SimulatedStrategy]
     """The simulations by strategy. Megatron's Muon (layerwise, sc) is in the faster of the modes that the supported
     Megatron can run. Further entries, such as layerwise/duplicated, have it in each mode (`mode_key`); there are none
     with one TP rank, and for optimizers without modes."""
-    assumptions: tuple[str, ...]
     planning_s: float
     variants: tuple[Variant, ...] = ()
     """The plans of `--compare form`."""
     shapes: ModelShapes | None = None
     """The user's shapes if these were planned instead of `config.model`."""
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        return assumptions()
 
     @property
     def strategy(self) -> str:
@@ -154,6 +156,10 @@ class Study:
     def flex_speedup(self) -> float | None:
         """The estimated gain from the dispatcher `flex` in this layout, see `estimate.flex_speedup`."""
         return flex_speedup(self.setup, self.layout)
+
+    @cached_property
+    def communication(self) -> Communication:
+        return communication(self.setup, self.layout, self.plan)
 
     @cached_property
     def refreshes(self) -> Refreshes | None:
@@ -263,7 +269,7 @@ def study_run(
     shapes: ModelShapes | None = None,
     baselines: Sequence[AnyStrategy] = STRATEGIES,
     tp_modes: Sequence[MuonTpMode] = get_args(MuonTpMode),
-    misfits: bool = True,
+    details: bool = True,
 ) -> Study:
     """Plans a run and simulates the plan and its alternatives.
 
@@ -278,8 +284,8 @@ def study_run(
         baselines: the strategies to simulate besides the run's own.
         tp_modes: the modes of Megatron's Muon in which layerwise is simulated, at least those that the supported
             Megatron can run.
-        misfits: False to leave out the simulation of a strategy that fits in no mode, as in summaries, which show
-            nothing of it.
+        details: False to leave out what summaries do not show: the loads of layerwise, and the simulation of a
+            strategy that fits in no mode.
 
     Raises:
         ConfigError: `compare` is form and the optimizer has no forms; or see `make_plan` and `simulate`.
@@ -302,16 +308,14 @@ def study_run(
             strategies[name] = _simulate_plan(simulated, layout, plans[name], memories[name], stage)
         else:
             modes = tp_modes if name == "layerwise" else RELEASED_TP_MODES
-            strategies.update(_simulate_unplanned(simulated, layout, name, modes, plan, stage, shapes, misfits))
+            strategies.update(_simulate_unplanned(simulated, layout, name, modes, plan, stage, shapes, details))
     return Study(
         setup=setup,
         layout=layout,
         plan=plan,
         balance=load_balance,
-        communication=communication(setup, layout, plan),
         memory=memory,
         strategies=MappingProxyType(strategies),
-        assumptions=assumptions(),
         variants=tuple(_variants(setup, layout, shapes, plan, compare)),
         shapes=shapes,
         planning_s=time.perf_counter() - start,
@@ -340,7 +344,7 @@ def _simulate_unplanned(
     plan: Plan,
     stage: int,
     shapes: ModelShapes | None,
-    misfits: bool,
+    details: bool,
 ) -> Iterator[tuple[str, SimulatedStrategy]]:
     """Simulates a strategy without a plan; yields its entries of `Study.strategies`. Megatron's own optimizers cannot
     update gate and up apart, so they have their own matrices (`splitting_of`), as when they run.
@@ -349,13 +353,13 @@ def _simulate_unplanned(
         tp_modes: the modes to simulate if the strategy is Megatron's Muon.
         plan: the plan whose matrices the strategy updates if it can, or if they are the user's own `shapes`.
         stage: the stage of `SimulatedStrategy.loads`.
-        misfits: see `study_run`.
+        details: see `study_run`.
     """
     setup = with_strategy(setup, strategy)
     modes: Sequence[MuonTpMode | None] = tp_modes if layout.tp > 1 and has_tp_modes(setup) else (None,)
     runs = [setup if mode is None else with_tp_mode(setup, mode) for mode in modes]
     memories = [estimate(run, layout).total for run in runs]
-    if not misfits and min(memories) > capacity(setup):
+    if not details and min(memories) > capacity(setup):
         yield strategy, SimulatedStrategy(simulated=None, memory_bytes=min(memories), fits=False, loads=None)
         return
     members = plan.matrices
@@ -374,7 +378,7 @@ def _simulate_unplanned(
         )
     released = [simulated for mode, simulated in by_mode.items() if mode is None or mode in RELEASED_TP_MODES]
     best = min(released, key=lambda simulated: (not simulated.fits, simulated.result.iteration_s))
-    if strategy == "layerwise":
+    if strategy == "layerwise" and details:
         run = setup if best.tp_mode is None else with_tp_mode(setup, best.tp_mode)
         best = replace(best, loads=tuple(_layerwise_loads(run, layout, workload, stage)))
     yield strategy, best

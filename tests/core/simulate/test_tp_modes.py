@@ -110,7 +110,7 @@ def test_only_what_fits_in_no_mode_is_left_out_of_a_summary() -> None:
     assert needs["layerwise"] < needs["sc"]
     between = replace(config.setup.cluster, memory_gib=(needs["sc"] - 1) / GIB, reserved_gib=0.0, headroom_gib=0.0)
     run = fit.resolve(replace(config.setup, cluster=between))
-    whole, summary = study_run(*run), study_run(*run, baselines=SUMMARY, misfits=False)
+    whole, summary = study_run(*run), study_run(*run, baselines=SUMMARY, details=False)
     assert summary.strategies["sc"].simulated is None
     for name, strategy in summary.strategies.items():
         assert strategy.fits == whole.strategies[name].fits
