@@ -18,7 +18,7 @@ from canzona_cli.core.costs.model import StageTime
 from canzona_cli.core.model.families import family_of, replicated_parameters
 from canzona_cli.core.model.family import Part
 from canzona_cli.core.model.matrices import Matrix
-from canzona_cli.core.planner.plan import Bucket, rank_buckets
+from canzona_cli.core.planner.plan import Bucket, Range, SameObject, rank_buckets
 from canzona_cli.core.planner.reduction import GATHERED_AHEAD, ReductionModel, adamw_apart
 from canzona_cli.core.setup import Layout, Setup
 from canzona_cli.core.setup.stages import stage_layers
@@ -121,6 +121,7 @@ class ChunkBuilder:
         # A user's shapes may have other kinds of matrices. They are assumed to be in the part whose gradients
         # are ready last and whose weights are needed first, so that no step is predicted too short.
         self._default_part = layer[0].part
+        self._first_modules: dict[SameObject[tuple[Range, ...]], int] = {}
         self._module_index = {(module.part, module.layer): index for index, module in enumerate(self._modules)}
 
     def everything(self, *, sharded: bool) -> list[Chunk]:
@@ -162,7 +163,11 @@ class ChunkBuilder:
     def _matrix_chunks(self, buckets: Sequence[Bucket], matrices: Sequence[Matrix]) -> Iterator[Chunk]:
         """Yields the chunks of buckets that have the same `Bucket.expert_rank`."""
         for bucket, (reduced, gathered) in zip(buckets, self._reductions.in_sequence(buckets), strict=True):
-            module = self.first_module(matrices[index] for part in bucket.ranges for index in part.matrices)
+            key = SameObject(bucket.ranges)  # the alternatives of a plan have the same
+            if key not in self._first_modules:
+                of_ranges = (matrices[index] for part in bucket.ranges for index in part.matrices)
+                self._first_modules[key] = self.first_module(of_ranges)
+            module = self._first_modules[key]
             stream: Stream = "data" if bucket.expert_rank is None else "experts"
             yield Chunk(module=module, reduce=reduced, gather=gathered, stream=stream)
 
