@@ -90,6 +90,7 @@ def test_a_profile_of_no_real_machine_gives_no_verdict() -> None:
     assert "fast enough" not in printed(LinksView(check=cpu))
 
 
+@pytest.mark.sweep  # a launch; tests/dist/test_calibrate.py times collectives of forked ranks
 def test_two_real_ranks_are_timed(tmp_path: Path) -> None:
     done = canzona("doctor", "--links", "recipe=qwen3-tiny", "gpus=2", "--json", cwd=tmp_path, code=0)
     report = json.loads(done.stdout)

@@ -24,7 +24,7 @@ from canzona_cli.training.step import train_step
 from tests.dist.jobs import build, prepare
 from tests.dist.ranks import run_ranks
 
-WINDOW = 6
+WINDOW = 4
 
 
 def train_with_a_slow_rank(

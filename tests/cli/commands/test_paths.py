@@ -36,16 +36,7 @@ def test_a_home_of_nobody_is_a_path_that_does_not_exist(command: tuple[str, ...]
     assert "→" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("command", "code"),
-    [
-        (("data", "prepare", "text.txt", "--output", NOBODY, "--tokenizer", "byte"), 0),
-        (("doctor",), None),
-    ],
-)
-def test_a_home_of_nobody_is_a_directory_of_that_name_where_something_is_written(
-    command: tuple[str, ...], code: int | None, tmp_path: Path
-) -> None:
+def test_a_home_of_nobody_is_a_directory_of_that_name_where_something_is_written(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("some text\n" * 20)
-    result = canzona(*command, cwd=tmp_path, environment={"CANZONA_CACHE": NOBODY}, code=code)
-    assert "This is a bug" not in result.stderr
+    prepare = ("data", "prepare", "text.txt", "--output", NOBODY, "--tokenizer", "byte")
+    canzona(*prepare, cwd=tmp_path, environment={"CANZONA_CACHE": NOBODY}, code=0)
