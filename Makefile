@@ -57,9 +57,9 @@ mutations: setup
 exactness: setup
 	$(BIN)/python scripts/exactness.py exactness.json
 
-# Step times that others have published beside what the simulator says of their layouts; also as a page, published.html.
+# Step times that others have published beside what the simulator says of their layouts.
 published: setup
-	PYTHONPATH=$(CURDIR) $(BIN)/python scripts/published.py --html published.html
+	PYTHONPATH=$(CURDIR) $(BIN)/python scripts/published.py
 
 # Every simulated table of the README and the bench manual anew, in four minutes; ARGUMENTS=--check only compares.
 figures: setup

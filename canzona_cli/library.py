@@ -14,6 +14,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.overrides import key_of
@@ -26,11 +27,13 @@ from canzona_cli.core.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.core.errors import EnvironmentProblem, Problem, Unsupported, refuse
 from canzona_cli.core.megatron import contract
 from canzona_cli.core.megatron.limits import BUCKETS, MODEL, OPTIMIZER, problems
+from canzona_cli.core.megatron.model import chunk_sizes
 from canzona_cli.core.megatron.optimizer import Overrides
 from canzona_cli.core.megatron.parallel import Wrapped
+from canzona_cli.core.model.families import MixedModel
 from canzona_cli.core.setup import Layout, Setup
 from canzona_cli.core.setup.execution import PLANNED
-from canzona_cli.core.setup.stages import count_parts_as_layers
+from canzona_cli.core.setup.stages import count_parts_as_layers, cut_layers
 from canzona_cli.core.simulate.possible import fill, possible_layouts
 
 Value = bool | int | float | str
@@ -92,16 +95,25 @@ def describe(caller: Caller, settings: Sequence[str]) -> tuple[Setup, Layout, Se
         config.model,
         name="model",
         vocab_size=vocabulary,
-        # The checks of settings are those of models that canzona trains in its own loop.
         qk_norm=caller.model.qk_layernorm,
         gated=caller.model.gated_linear_unit,
         experts_per_token=caller.model.moe_router_topk,
         shared_ffn_hidden_size=caller.model.moe_shared_expert_intermediate_size or 0,
     )
+    if caller.model.num_moe_experts and caller.model.moe_layer_freq != 1:
+        pattern, width = _experts_by_layer(caller.model), caller.model.ffn_hidden_size
+        model = MixedModel(**vars(model), dense_width=width, pattern=pattern)
     config = replace(config, model=model)
     [layout] = possible_layouts(config.setup)
     setup = fill(config.setup, layout)
     return setup, layout, [*composed.warnings, *mode_warnings(setup, layout)]
+
+
+def _experts_by_layer(model: TransformerConfig) -> str:
+    """Returns the `MixedModel.pattern` of a model, whose `moe_layer_freq` is a list, or n for every n-th layer."""
+    frequency = model.moe_layer_freq
+    pattern = frequency if isinstance(frequency, list) else [i % frequency == 0 for i in range(model.num_layers)]
+    return "".join(str(int(has_experts)) for has_experts in pattern)
 
 
 def _unsupported(caller: Caller) -> Iterator[Problem]:
@@ -134,11 +146,12 @@ def _unsupported(caller: Caller) -> Iterator[Problem]:
     if counted is None:
         reason = f"{chunks} model chunks would have different numbers of layers"
         yield Problem(key="num_layers", value=model.num_layers, reason=reason, fix=f"use a multiple of {chunks}")
-    elif chunks > 1:
-        for part, counts in counted._asdict().items():
-            name, reason = f"account_for_{part}_in_pipeline_split", f"{chunks} model chunks of equal size need {counts}"
-            if (given := getattr(model, name)) != counts:
-                yield Problem(key=name, value=given, reason=reason, fix=f"set it to {counts}")
+    elif (sizes := chunk_sizes(model, len(caller.models))) != (
+        planned := [len(part) for part in cut_layers(model.num_layers, chunks)]
+    ):
+        reason = f"the model chunks have {sizes} layers, but in the plan, which cuts layers evenly, {planned}"
+        fix = f"count as layers of the pipeline: {', '.join(k for k, v in counted._asdict().items() if v) or 'nothing'}"
+        yield Problem(key="num_layers", value=model.num_layers, reason=reason, fix=fix)
     if model.num_moe_experts:
         yield from _expert_problems(caller)
     gtp = getattr(caller.groups, "gtp_remat", None)
@@ -154,9 +167,6 @@ def _unsupported(caller: Caller) -> Iterator[Problem]:
 def _expert_problems(caller: Caller) -> Iterator[Problem]:
     """Yields a problem for each feature of a loop with experts that the engine does not support."""
     model, groups = caller.model, caller.groups
-    if model.moe_layer_freq not in (1, [1] * model.num_layers):
-        reason = "the plan gives every layer the same matrices"
-        yield Problem(key="moe_layer_freq", value=model.moe_layer_freq, reason=reason, fix="use experts in every layer")
     expected = groups.tp.size() if groups.ep.size() == 1 else 1
     if groups.expt_tp.size() != expected:
         reason = (
@@ -206,7 +216,7 @@ def _layout(caller: Caller) -> Iterator[tuple[str, Value]]:
 def _optimizer(caller: Caller, settings: Sequence[str]) -> Iterator[tuple[str, Value]]:
     config = caller.optimizer
     yield "optimizer.lr", config.lr
-    yield "optimizer.min_lr", config.min_lr or 0.0
+    yield "optimizer.min_lr_ratio", float(f"{(config.min_lr or 0.0) / config.lr:.12g}") if config.lr else 0.0
     yield "optimizer.weight_decay", config.weight_decay
     yield "optimizer.clip_grad", config.clip_grad
     yield "optimizer.beta1", config.adam_beta1

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Prints every simulated table of the README and the manuals as Markdown, and updates the documents.
 
-    python scripts/figures.py [--only TABLE] [--gpus 8,64] [--sizes qwen3-0.6b,...] [--write | --check]
+    python scripts/figures.py [--only TABLE] [--write | --check]
 
 In a document, a table is between `<!-- figures: NAME -->` and `<!-- /figures -->`. `--write` replaces the tables,
 `--check` exits 1 if a table is out of date. A dash means that a strategy does not fit in memory.
@@ -10,7 +10,7 @@ In a document, a table is between `<!-- figures: NAME -->` and `<!-- /figures --
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,7 @@ from statistics import median
 from textwrap import fill
 from typing import get_args
 
-from canzona_cli.bench.simulated import SIZES, parse_gpus
+from canzona_cli.cli.views.layouts import SIZES
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.resolve import resolve
 from canzona_cli.config.schema import RunConfig
@@ -130,10 +130,9 @@ def plain_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
         ]
         overheads = ", ".join(predicted_overhead(studied.overhead(name)) for name in ("canzona", "layerwise", "sc"))
         rows.append([f"{count:,}", words(studied.layout), *steps, overheads])
-    listed = ",".join(map(str, gpus))
     return Table(
-        caption=f"Computed by `canzona bench --simulate --gpus {listed} recipe={MODEL} {' '.join(PLAIN)}`, with "
-        "1 M tokens a step. canzona and `asc` choose the size of their buckets; `layerwise`, `sc` and AdamW have "
+        caption=f"Computed by `canzona plan -v recipe={MODEL} {' '.join(PLAIN)} gpus=GPUS`, "
+        "with 1 M tokens a step. canzona and `asc` choose the size of their buckets; `layerwise`, `sc` and AdamW have "
         "Megatron's default. `layerwise` and `sc` are in the faster of the TP modes that Megatron-core 0.19 has "
         "(`engine.muon_tp_mode`):",
         columns=(
@@ -370,28 +369,18 @@ def replace_table(text: str, name: str, table: str) -> str:
     return changed
 
 
-def make_tables(names: Sequence[str], gpus: Sequence[int] | None, sizes: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Makes tables; yields the name and the Markdown of each."""
-    for name in names:
-        _, counts, make = TABLES[name]
-        yield name, make(counts if gpus is None else gpus, sizes).markdown()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=TABLES, help="make only this table")
-    parser.add_argument("--gpus", type=parse_gpus, help="numbers of GPUs, instead of the documents'")
-    parser.add_argument("--sizes", type=lambda text: tuple(text.split(",")), help="recipes in the table `sizes`")
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--write", action="store_true", help="update the documents")
     action.add_argument("--check", action="store_true", help="exit 1 if a document is out of date")
     given = parser.parse_args()
-    if (given.write or given.check) and (given.gpus or given.sizes):
-        parser.error("--write and --check need complete tables: remove --gpus and --sizes")
     stale = []
-    for name, table in make_tables([given.only] if given.only else list(TABLES), given.gpus, given.sizes or SIZES):
+    for name in [given.only] if given.only else TABLES:
+        path, counts, make = TABLES[name]
+        table = make(counts, SIZES).markdown()
         print(f"## {name}\n\n{table}\n", flush=True)
-        path = TABLES[name][0]
         if given.write or given.check:
             before = path.read_text(encoding="utf-8")
             after = replace_table(before, name, table)

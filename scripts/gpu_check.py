@@ -5,12 +5,12 @@ measured with simulated values.
     canzona doctor --gpu-check FILE.json                   # everything, also from an installed wheel
     make gpu-check                                         # the same from the sources, into gpu-check.json
     make gpu-check WHEELS=folder                           # with the machine's own torch, without network
-    python scripts/gpu_check.py --only step updates --sizes qwen3-8b
-    python scripts/gpu_check.py --device cpu --sizes qwen3-tiny       # runs every part on CPU ranks, as a smoke test
+    python scripts/gpu_check.py --only step calibrate
+    python scripts/gpu_check.py --device cpu               # runs every part on CPU ranks, as a smoke test
 
 The most important parts come first. Each part runs in its own process with a time limit, so a crash or a hang does not
 stop the other parts; a part that is stopped keeps its results so far. The file is rewritten after each part. Exits 3 if
-torch cannot use a GPU. `python scripts/published.py --gpu-check FILE` prints a file's results below the published ones.
+torch cannot use a GPU.
 """
 
 import argparse
@@ -35,7 +35,6 @@ from canzona_cli.core.costs.gpus import GpuInfo, gpu_inventory
 from canzona_cli.core.errors import EnvironmentProblem, Problem, WorkerCrashed
 from canzona_cli.core.setup import Device
 
-SIZES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b")
 LEAST_S = 10.0
 """The remaining seconds below which no further part is started."""
 SLOWER = 5
@@ -62,7 +61,6 @@ PARTS = {
     "step": Part(limit_s=100),
     "checkpoint": Part(limit_s=75, needs="train"),
     "doubts": Part(limit_s=120),
-    "chains": Part(limit_s=60, gpus=2),
     "tp2": Part(limit_s=60, gpus=2, needs="train"),
     "dp2": Part(limit_s=60, gpus=2, needs="train"),
     "shared": Part(limit_s=90, gpus=2, needs="train"),
@@ -72,7 +70,6 @@ PARTS = {
     "te": Part(limit_s=60, needs="train"),
     "experts": Part(limit_s=150),
     "calibrate": Part(limit_s=120),
-    "updates": Part(limit_s=150),
 }
 
 
@@ -82,17 +79,13 @@ def main() -> None:
     parts = f"run only these parts and the parts they need; of {', '.join(PARTS)}"
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=parts)
     parser.add_argument("--minutes", type=float, help="limit for all parts; default: 10 with one GPU, otherwise 20")
-    parser.add_argument(
-        "--sizes", nargs="+", default=list(SIZES), metavar="RECIPE", help="recipes whose matrix updates are measured"
-    )
-    parser.add_argument("--budget", type=float, default=0.1, help="seconds for the samples of one measurement")
     parser.add_argument("--out", type=Path, default=Path("gpu-check.json"))
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     try:
         if given.part is not None:
-            answer(Setup.read(given.work), given.part, 60 * given.minutes)
+            answer(Setup.read(given.work), given.part)
         else:
             gpus = require(given.device)
             with tempfile.TemporaryDirectory(prefix="canzona-gpu-check-") as work:
@@ -101,8 +94,6 @@ def main() -> None:
                     name=gpus[0].name,
                     memory_gib=gpus[0].memory_bytes / 2**30,
                     gpus=len(gpus),
-                    sizes=tuple(given.sizes),
-                    budget_s=given.budget,
                     work=work,
                 )
                 check(setup, given.only, 60 * (given.minutes or (10 if len(gpus) == 1 else 20)), given.out)
@@ -176,7 +167,7 @@ def examine(setup: Setup, name: str, limit_s: float) -> Outcome:
     if limit_s < LEAST_S:
         return Outcome(status="not run", summary="no time was left")
     command = [sys.executable, "-W", "ignore", __file__, "--part", name, "--work", setup.work]
-    process = subprocess.Popen([*command, "--minutes", str(limit_s / 60)], start_new_session=True)
+    process = subprocess.Popen(command, start_new_session=True)
     try:
         code = process.wait(limit_s)
         ending = f"its process ended with code {code}; see above" if code else ""
@@ -194,30 +185,23 @@ def examine(setup: Setup, name: str, limit_s: float) -> Outcome:
     return outcome
 
 
-def answer(setup: Setup, name: str, seconds: float) -> None:
+def answer(setup: Setup, name: str) -> None:
     """Runs a part in this process, and writes its outcome for the process that started this process."""
     from gpu_parts.runs import Failed
 
     try:
-        outcome = part_called(name, seconds)(setup)
+        outcome = part_called(name)(setup)
     except Failed as failed:
         outcome = Outcome(status="short", summary=str(failed))
     setup.keep(name, outcome)
 
 
-def part_called(name: str, seconds: float) -> Callable[[Setup], Outcome]:
+def part_called(name: str) -> Callable[[Setup], Outcome]:
     """Returns the function of a part.
 
     The function's module is imported here, because some of these modules import torch, which takes as long as a short
     run.
-
-    Args:
-        seconds: the seconds that the part may take.
     """
-    if name == "updates":
-        from gpu_parts.updates import updates
-
-        return partial(updates, seconds=0.8 * seconds)  # the rest is for start-up and for the last measurement
     if name in ("gram", "graphs", "fused", "hot"):
         from gpu_parts import alone
 
@@ -236,7 +220,6 @@ def part_called(name: str, seconds: float) -> Callable[[Setup], Outcome]:
         "te": one_gpu.fused,
         "experts": one_gpu.experts,
         "calibrate": one_gpu.calibrate,
-        "chains": two_gpus.chains,
         "shared": two_gpus.shared,
         "overlap": two_gpus.overlap,
         **{f"{axis}2": partial(two_gpus.split, axis=axis) for axis in ("tp", "dp", "pp", "cp")},

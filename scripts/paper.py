@@ -5,7 +5,7 @@
 
 The strategy `paper` is the paper's engine as implemented in `canzona_cli/core/planner/paper.py`. Updates are in the
 standard form, as in Megatron-LM's Muon, except in rows that say otherwise. The points `train.sh` have the settings of
-the script with which the authors' code is published.
+the script with which the authors' code is published. `canzona_cli/core/planner/README.md` says why the figures differ.
 """
 
 import argparse
@@ -42,33 +42,6 @@ BATCH = 128
 """The global batch of the authors' train.sh, in sequences."""
 MICRO_BATCH = 8
 """The micro-batch of train.sh."""
-WHY = """
-## Why the figures differ
-
-- **Their figures are measured, ours are simulated** on a profile made from published figures. No GPU has run ours. The
-  authors' code is public (github.com/liangyuwang/Megatron-Canzona). The settings with which the paper's figures were
-  measured, and its curves of alpha and C_max, are not at hand.
-- **The points `train.sh`** have the settings of the script that comes with the code: sequences of 2,048 tokens, a batch
-  of 128, no pipeline stages, no recomputation, buckets of 400,000,000 elements, and C_max of 400 x 1,024 x 1,024
-  elements (`engine.c_max_mib=1600`). Its micro-batch of 8 would need a batch of 256 on DP 32; here it is
-  {micro_batch}. By default the script splits no weights. Then gate and up together are the largest matrix, which sets
-  the step, so no assignment is much faster than another. The code's own example turns splitting on; then the figures
-  are near the paper's. (The code splits q, k and v into heads; ours here into q, k and v.)
-- **Batch**: with the recipe's 1 M tokens a step, forward and backward take most of an iteration, so a faster optimizer
-  step changes the iteration little. `train.sh` has a quarter of that.
-- **The baseline's version**: the authors' code is a fork whose README names release 0.12 of Megatron-core. Here `sc`
-  and `layerwise` behave as in megatron-core 0.19, which by default repeats layer-wise updates on every
-  tensor-parallel rank. (`canzona plan` compares with the faster of its modes, see `engine.muon_tp_mode`.)
-  `sc` repeats every update on every rank, so ratios over it are large; "over 30 times" would fit a baseline that avoids
-  some of these repetitions.
-- **`paper` is not the authors' code line by line**: `canzona_cli/core/planner/README.md` lists the
-  differences. It takes the faster collective for each bucket, and away from the points `train.sh` the fastest size of
-  buckets and C_max, as all plans do here. The busiest owner of a bucket has far more bytes than an even share at any
-  alpha, because a bucket has fewer matrices than there are owners.
-- **C_max** matters only if a host has several large matrices; on many GPUs a host has one or two, and then no exchange
-  overlaps with updates, whether micro-groups are a pipeline, as in the paper, or one after another, as in the code.
-- **Rows marked `!`** do not fit in memory and are timed as if they did. They are not a fair baseline.
-"""
 
 
 def points_of(data_ranks: int) -> Mapping[str, tuple[str, ...]]:
@@ -122,7 +95,6 @@ def main() -> None:
     other_optimizers = {name: studied(*words, f"optimizer={name}") for name in ("shampoo", "soap")}
     fewer_gpus = resolved(f"gpus={arguments.gpus // 4}", *run_words, STANDARD)
     print("\n".join(report(points, other_optimizers, fewer_gpus)))
-    print(WHY.rstrip().format(micro_batch=micro_batch(data_ranks)))
 
 
 def studied(*words: str) -> Study:

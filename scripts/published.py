@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Prints published step times with their predictions, as Markdown.
 
-    python scripts/published.py [--rows FILE] [--html FILE] [--quick] [--gpu-check FILE ...]
+    python scripts/published.py [--rows FILE]
 
 An error is predicted / measured - 1; the error of a layout is the mean over its numbers of GPUs. Summaries keep rows to
 which a number was fitted apart from all others. Exits 1 if a goal is missed, or if two layouts of a model are predicted
@@ -9,14 +9,12 @@ in the wrong order.
 """
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from optimizer_rows import PricedRow, price_rows, summary
@@ -32,9 +30,6 @@ from published_rows import (
     run_of,
 )
 
-from canzona_cli.cli.views.document import Document, Section
-from canzona_cli.cli.views.markup import Html, key, table_html, tag
-from canzona_cli.cli.views.tables import Table
 from canzona_cli.core.costs import model as model_time
 from canzona_cli.core.costs.modules import ELEMENTWISE_PASSES
 from canzona_cli.core.errors import CanzonaError
@@ -54,35 +49,18 @@ STEP = 0.03
 """The relative change of a fitted number for computing how predictions depend on it."""
 RANGES = {"sustained_tflops": 0.05, "passes": 0.25, "speed_spread": 0.5}
 """The plausible relative change of each fitted number, which regularises the fit, because there are few rows."""
-_SIDE = 420
-"""The side of the scatter plot, in pixels."""
-_BAND = 0.08
-"""The error that two lines beside the diagonal mark."""
-_COLOURS = 8
-"""The number of CSS classes for colours in the page's style sheet."""
-NOTHING_COMPARED = "No part of this check got as far as a time or a size to compare."
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rows", type=Path, default=ROWS, help="a file of rows like scripts/published.yaml")
-    parser.add_argument("--html", type=Path, help="also write a page with the scatter plot")
-    parser.add_argument("--quick", action="store_true", help="skip the fit to the series that are marked as fitted")
-    parser.add_argument(
-        "--gpu-check", type=Path, nargs="+", default=[], help="also print files of `canzona doctor --gpu-check`"
-    )
     arguments = parser.parse_args()
     published = load_published(arguments.rows)
     compared = list(compare(published))
     optimizer = list(price_rows(published.kernels, published.steps))
-    refit = None if arguments.quick else refitted(published, compared)
+    refit = refitted(published, compared)
     figures = figures_of(compared, optimizer, refit)
     print("\n".join([*tables(published, compared, refit, figures), "", *optimizer_tables(optimizer)]))
-    for file in arguments.gpu_check:
-        print("\n".join(["", *measured_here(json.loads(file.read_text(encoding="utf-8")))]))
-    if arguments.html:
-        arguments.html.write_text(published_page(compared, optimizer, figures).text(), encoding="utf-8")
-        print(f"\nPage: {arguments.html}")
     missed = [name for name, goal in GOALS.items() if figures.get(name, 0.0) > goal]
     counted = [layout for layout in compared if layout.series.why_not_counted is None]
     wrong = [f"{a.series.name} and {b.series.name}" for a, b, right in compare_orders(counted) if not right]
@@ -91,9 +69,7 @@ def main() -> int:
     return int(bool(missed or wrong))
 
 
-def figures_of(
-    compared: Sequence[PredictedSeries], optimizer: Sequence[PricedRow], refit: "Refit | None"
-) -> dict[str, float]:
+def figures_of(compared: Sequence[PredictedSeries], optimizer: Sequence[PricedRow], refit: "Refit") -> dict[str, float]:
     """Returns the summary figures by name, as shares (0.01 is 1%), of series and rows to which nothing was fitted.
     `GOALS` has limits for some of them."""
     tests = counted_series(compared)
@@ -106,7 +82,7 @@ def figures_of(
         "worst row": max(abs(row.error) for layout in tests for row in layout.rows),
         **_fp8_figures("FP8", counted_series(compared, precision="fp8")),
         **_fp8_figures("fitted FP8", counted_series(compared, precision="fp8", fitted=True)),
-        **({"refit": refit.most_changed} if refit else {}),
+        "refit": refit.most_changed,
         "memory": max(memory),
         "optimizer MAPE": mean_error,
     }
@@ -192,21 +168,10 @@ def scaled_passes(factor: float) -> Iterator[None]:
 
 
 def tables(
-    published: Published, compared: Sequence[PredictedSeries], refit: Refit | None, figures: dict[str, float]
+    published: Published, compared: Sequence[PredictedSeries], refit: Refit, figures: dict[str, float]
 ) -> Iterator[str]:
-    heads = [
-        "model",
-        "layout",
-        "GPUs",
-        "measured s",
-        "predicted s",
-        "error",
-        "drift measured / predicted",
-        "memory",
-        "",
-    ]
-    yield f"| {' | '.join(heads)} |"
-    yield "| --- " * len(heads) + "|"
+    yield "| model | layout | GPUs | measured s | predicted s | error | drift measured / predicted | memory | |"
+    yield "| --- " * 9 + "|"
     for layout in compared:
         first, last = layout.rows[0], layout.rows[-1]
         span = f"{first.gpus:,}" if first is last else f"{first.gpus:,} to {last.gpus:,}"
@@ -231,15 +196,14 @@ def tables(
     yield f"Models with experts, fitted series. {_summary(counted_series(compared, fitted=True, experts=True))}"
     peaks = sum(row.memory_error is not None for layout in compared for row in layout.rows)
     yield f"Peak memory, to which nothing was fitted: {peaks} runs, at most {figures['memory']:.1%} off"
-    if refit is not None:
-        values, profile = (
-            f"{numbers['sustained_tflops']:.0f} TFLOP/s, {numbers['passes']:.2f} and {numbers['speed_spread']:.2%}"
-            for numbers in (refit.values, refit.profile)
-        )
-        yield (
-            f"Fitted to the fitted dense series alone, the three numbers would be {values} instead of {profile}, and "
-            f"the other predictions of dense models would change by at most {refit.most_changed:.1%}"
-        )
+    values, profile = (
+        f"{numbers['sustained_tflops']:.0f} TFLOP/s, {numbers['passes']:.2f} and {numbers['speed_spread']:.2%}"
+        for numbers in (refit.values, refit.profile)
+    )
+    yield (
+        f"Fitted to the fitted dense series alone, the three numbers would be {values} instead of {profile}, and "
+        f"the other predictions of dense models would change by at most {refit.most_changed:.1%}"
+    )
     yield "Goals: " + ", ".join(
         f"{name} {figures[name]:.1%} of {goal:.0%}" for name, goal in GOALS.items() if name in figures
     )
@@ -298,98 +262,6 @@ def optimizer_tables(rows: Sequence[PricedRow]) -> Iterator[str]:
         f"* {row.name}, on {row.gpu}, not counted: {row.why_not_counted}" for row in rows if row.why_not_counted
     )
     yield from (f"{row.name}, on {row.gpu}: {row.note}" for row in rows if row.note)
-
-
-def measured_here(check: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a table of the simulated and measured values in a file of `canzona doctor --gpu-check`."""
-    yield f"{check['gpus']} x {check['gpu']}, torch {check['torch']}, canzona {check['canzona']}:"
-    yield ""
-    rows = [row for part in check["parts"] for row in part["comparisons"]]
-    if not rows:
-        yield NOTHING_COMPARED
-        return
-    yield "| | simulated | measured | error |"
-    yield "| --- | --- | --- | --- |"
-    for row in rows:
-        simulated, measured, unit = row["simulated"], row["measured"], row["unit"]
-        error = f"{simulated / measured - 1:+.1%}" if measured else ""
-        yield f"| {row['what'].strip()} | {simulated:.4g} {unit} | {measured:.4g} {unit} | {error} |"
-
-
-def published_page(
-    compared: Sequence[PredictedSeries], optimizer: Sequence[PricedRow], figures: Mapping[str, float]
-) -> Document:
-    """Makes a page with a scatter plot and tables of all steps, and of all times of optimizers.
-
-    Args:
-        figures: the summary figures, which are shown above the plot.
-    """
-    shown = ", ".join(f"{name} {value:.1%}" for name, value in figures.items())
-    steps = Table("model", "layout", "GPUs", "measured s", "predicted s", "error", "fitted, or not counted", "source")
-    for layout in compared:
-        series = layout.series
-        for row in layout.rows:
-            steps.add_row(
-                series.name,
-                series.layout,
-                f"{row.gpus:,}",
-                f"{row.measured_s:.4g}",
-                f"{row.predicted_s:.4g}",
-                f"{row.error:+.1%}",
-                series.why_not_counted or _mark(series.fitted, None),
-                f"{series.source}, {series.date}",
-            )
-    updates = Table(*UPDATE_HEADS, "fitted, or not counted", "source")
-    for priced in optimizer:
-        updates.add_row(*update_cells(priced), priced.why_not_counted or _mark(priced.fitted, None), priced.source)
-    return Document(
-        kind="make published",
-        title="Published step times",
-        sections=[
-            Section(title="Predicted against measured", lead=f"seconds per step; {shown}", body=scatter(compared)),
-            Section(title="Steps of AdamW", body=table_html(steps)),
-            Section(title="Kernels and steps of matrix optimizers", body=table_html(updates)),
-        ],
-    )
-
-
-def scatter(compared: Sequence[PredictedSeries]) -> Html:
-    """Draws a dot for each step on logarithmic axes, the diagonal, and a band of 8% around the diagonal."""
-    values = [value for layout in compared for row in layout.rows for value in (row.measured_s, row.predicted_s)]
-    low, high = math.log(min(values) / 1.2), math.log(max(values) * 1.2)
-
-    def place(seconds: float) -> float:
-        return _SIDE * (math.log(seconds) - low) / (high - low)
-
-    lines: list[Html] = []
-    for shift in (-_BAND, 0.0, _BAND):
-        by = _SIDE * math.log1p(shift) / (high - low)
-        line = {"x1": 0, "y1": round(_SIDE - by, 1), "x2": _SIDE, "y2": round(-by, 1)}
-        lines.append(tag("line", **line, class_="grid", stroke_width=1 if shift else 3))
-    for seconds in (0.5, 1, 2, 5, 10, 20, 50):
-        if low < math.log(seconds) < high:
-            at = round(place(seconds), 1)
-            lines.append(tag("text", f"{seconds:g}", x=at, y=_SIDE + 18, class_="tick"))
-            lines.append(tag("text", f"{seconds:g}", x=-8, y=round(_SIDE - at, 1), class_="tick value"))
-    for colour, layout in enumerate(compared):
-        look = f"dot c{colour % _COLOURS}"
-        for row in layout.rows:
-            times = f"{row.predicted_s:.4g} s predicted, {row.measured_s:.4g} s measured"
-            name = f"{layout.series.name}, {row.gpus:,} GPUs: {times}"
-            where = {"cx": round(place(row.measured_s), 1), "cy": round(_SIDE - place(row.predicted_s), 1)}
-            lines.append(tag("circle", tag("title", name), **where, r=4, class_=look))
-    legend = (key(f"c{colour % _COLOURS}", layout.series.name) for colour, layout in enumerate(compared))
-    picture = tag(
-        "svg",
-        *lines,
-        class_="plot",
-        width=_SIDE,
-        height=_SIDE + 26,
-        role="img",
-        aria_label="Predicted against measured seconds per step",
-    )
-    caption = tag("figcaption", tag("b", "horizontal: measured; vertical: predicted; lines: equal and 8% off"), *legend)
-    return tag("figure", caption, picture, class_="chart")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,7 @@
-"""Prepares the strategies of a bench, and divides them into the process groups in which they run. Does not
-import torch.
+"""Prepares the strategies of a bench. Does not import torch.
 
 All strategies have the same layout, batch and schedule. Each has a resolved configuration; canzona, paper and
-asc also have a plan. A measurement group (`Sitting`) has as many strategies as fit in memory together; they
-take turns in one process group. If there are several measurement groups, the reference strategy runs in each
-of them. A strategy that does not fit in memory together with the reference has a separate group.
+asc also have a plan. They take turns in one process group, so they have to fit in memory together.
 """
 
 from collections.abc import Sequence
@@ -47,11 +44,10 @@ class Entrant:
     plan: Plan | None
     """The plan that canzona, paper and asc execute; None for other strategies."""
     state_bytes: int
-    """The bytes that stay allocated between steps, on the rank that needs the most. In a measurement group,
-    the states of all strategies are in memory at the same time."""
+    """The bytes that stay allocated between steps, on the rank that needs the most. The states of all strategies
+    are in memory at the same time."""
     transient_bytes: int
-    """The bytes that are allocated only during a step. In a measurement group, only one strategy runs a step
-    at a time."""
+    """The bytes that are allocated only during a step. Only one strategy runs a step at a time."""
 
     @property
     def strategy(self) -> AnyStrategy:
@@ -103,15 +99,6 @@ class LineUp:
         return self.reference.layout
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sitting:
-    """The strategies that take turns in one process group."""
-
-    strategies: tuple[Entrant, ...]
-    alone: bool = False
-    """True if the only strategy does not fit in memory together with the reference."""
-
-
 def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, steps: int) -> LineUp:
     """Prepares the strategies of a bench: resolves a configuration for each, and makes the plans.
 
@@ -156,45 +143,42 @@ def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, ste
             if strategies is not None or not prepared:
                 raise
             notes.append(f"without {name}: {error.problems[0].reason}")
-    return LineUp(strategies=tuple(prepared), arithmetic=arithmetic, notes=tuple(notes))
+    members = _fitting_together(prepared, _available_bytes(resolved.cluster), notes, named=strategies is not None)
+    return LineUp(strategies=members, arithmetic=arithmetic, notes=tuple(notes))
 
 
-def make_sittings(line_up: LineUp, available_bytes: int | None) -> tuple[Sitting, ...]:
-    """Puts each strategy into the first measurement group with enough free memory.
-
-    Every measurement group starts with the reference, which is the first strategy of the line-up. The only
-    exception is a strategy that does not fit in memory together with the reference: it is measured alone.
+def _fitting_together(
+    entrants: Sequence[Entrant], available_bytes: int | None, notes: list[str], *, named: bool
+) -> tuple[Entrant, ...]:
+    """Returns the strategies that fit in memory together, the reference first; adds a note for each of the others.
 
     Args:
         available_bytes: the machine's free memory, which CPU ranks share; None for GPU ranks.
+        named: True if the user named the strategies.
+
+    Raises:
+        DoesNotFit: the user named the strategies, and one of them does not fit.
     """
-    reference, *others = line_up.strategies
-    ranks = line_up.layout.world_size
-
-    def fits(members: Sequence[Entrant]) -> bool:
-        needed = sum(member.state_bytes for member in members)
-        needed += max(member.transient_bytes for member in members)
-        if needed > capacity(reference.config.setup):
-            return False
+    setup, ranks = entrants[0].config.setup, entrants[0].layout.world_size
+    members = [entrants[0]]
+    for entrant in entrants[1:]:
+        needed = sum(member.state_bytes for member in (*members, entrant))
+        needed += max(member.transient_bytes for member in (*members, entrant))
         # The reserved memory of a CPU rank holds Python, torch and megatron-core.
-        per_rank = needed + int(reference.config.cluster.reserved_gib * GIB)
-        return available_bytes is None or ranks * per_rank <= MEMORY_SHARE * available_bytes
-
-    groups: list[list[Entrant]] = [[reference]]
-    alone = []
-    for strategy in others:
-        if not fits([reference, strategy]):
-            alone.append(Sitting(strategies=(strategy,), alone=True))
+        on_machine = ranks * (needed + int(setup.cluster.reserved_gib * GIB))
+        if needed <= capacity(setup) and (available_bytes is None or on_machine <= MEMORY_SHARE * available_bytes):
+            members.append(entrant)
             continue
-        group_with_room = next((group for group in groups if fits([*group, strategy])), None)
-        if group_with_room is None:
-            groups.append([reference, strategy])
-        else:
-            group_with_room.append(strategy)
-    return (*(Sitting(strategies=tuple(group)) for group in groups), *alone)
+        reason = f"does not fit in memory beside {', '.join(member.name for member in members)}"
+        if named:
+            fix = "name fewer strategies, or use a smaller model or batch, or more ranks"
+            raise DoesNotFit(Problem("--strategies", reason, fix, entrant.name))
+        pair = f"{members[0].name},{entrant.name}"
+        notes.append(f"without {entrant.name}: {reason}; for a bench of fewer: --strategies {pair}")
+    return tuple(members)
 
 
-def available_bytes(cluster: ClusterConfig) -> int | None:
+def _available_bytes(cluster: ClusterConfig) -> int | None:
     """Returns this machine's free memory for CPU ranks, which share it; None for GPU ranks."""
     return int(psutil.virtual_memory().available) if cluster.device == "cpu" else None
 

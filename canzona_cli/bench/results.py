@@ -2,9 +2,7 @@
 import torch.
 
 Times are in seconds. A turn is a few consecutive training steps of one strategy; its first step is not
-measured. A measurement group (called `sitting` in code and files) is a process group in which strategies take
-turns on the same batches, and a round is one turn of each of its strategies. If the strategies do not all fit
-in memory together, there are several measurement groups.
+measured. The strategies take turns on the same batches, in one process group; a round is one turn of each.
 
 Strategies that compute the same update must have the same losses; otherwise their times are not compared. All
 strategies start from the same weights and see the same batches, so the losses of the first step, before any
@@ -30,7 +28,7 @@ Machine = Mapping[str, str | int | float]
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The measurements of one strategy in one measurement group."""
+    """The measurements of one strategy."""
 
     iteration_s: tuple[float, ...]
     """The seconds of a complete training step on the slowest rank, by round, averaged over the measured steps
@@ -83,19 +81,15 @@ class StrategyBench:
 
     measured: Measured
     predicted: Predicted
-    sitting: int
-    """The index of the measurement group in which the strategy was measured."""
     arithmetic: str = ""
     """A key that is equal for strategies that compute the same updates, so that their losses must agree."""
-    alone: bool = False
-    """True if the strategy ran alone, because it did not fit in memory together with the reference."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchResult:
     """The result of a bench: all strategies of one recipe on one layout."""
 
-    VERSION: ClassVar[int] = 1
+    VERSION: ClassVar[int] = 2
 
     recipe: str
     overrides: tuple[str, ...]
@@ -114,9 +108,6 @@ class BenchResult:
     reference: AnyStrategy
     """The strategy with which all other strategies are compared: canzona if it ran, otherwise the first."""
     strategies: Mapping[str, StrategyBench]
-    references: tuple[Measured, ...]
-    """The measurements of the reference, by measurement group. For a group without the reference they are
-    copied from the first group."""
     arithmetic: str = ""
     """A sentence for the user about the forms of the update, if canzona's strategies are compared with
     Megatron's, which have only the standard form; otherwise empty."""
@@ -130,36 +121,22 @@ class BenchResult:
         return describes_machine(self.device, calibrated=self.calibrated)
 
     def optimizer_speedup(self, strategy: str) -> Speedup:
-        """Returns the ratio of a strategy's optimizer step to the reference's in the same measurement
-        group."""
-        bench = self.strategies[strategy]
-        return Speedup.of(bench.measured.optimizer_s, self.references[bench.sitting].optimizer_s)
+        """Returns the ratio of a strategy's optimizer step to the reference's."""
+        measured, reference = (self.strategies[name].measured for name in (strategy, self.reference))
+        return Speedup.of(measured.optimizer_s, reference.optimizer_s)
 
     def iteration_speedup(self, strategy: str) -> Speedup:
-        """Returns the ratio of a strategy's complete step to the reference's in the same measurement
-        group."""
-        bench = self.strategies[strategy]
-        return Speedup.of(bench.measured.iteration_s, self.references[bench.sitting].iteration_s)
+        """Returns the ratio of a strategy's complete step to the reference's."""
+        measured, reference = (self.strategies[name].measured for name in (strategy, self.reference))
+        return Speedup.of(measured.iteration_s, reference.iteration_s)
 
     def overhead(self, strategy: str) -> Speedup | None:
         """Returns the ratio of a strategy's iteration to AdamW's; None for AdamW, or if AdamW was not
-        measured.
-
-        If the strategy and AdamW ran in different measurement groups, they are compared through the ratio of
-        each to the reference in its group.
-        """
+        measured."""
         if strategy == "adamw" or "adamw" not in self.strategies:
             return None
-        bench, adamw = self.strategies[strategy], self.strategies["adamw"]
-        if strategy == self.reference or bench.sitting == adamw.sitting:
-            measured = self.references[adamw.sitting] if strategy == self.reference else bench.measured
-            return Speedup.of(measured.iteration_s, adamw.measured.iteration_s)
-        return Speedup.through(
-            bench.measured.iteration_s,
-            self.references[bench.sitting].iteration_s,
-            adamw.measured.iteration_s,
-            self.references[adamw.sitting].iteration_s,
-        )
+        measured, adamw = (self.strategies[name].measured for name in (strategy, "adamw"))
+        return Speedup.of(measured.iteration_s, adamw.iteration_s)
 
     def predicted_overhead(self, strategy: str) -> float | None:
         """Returns the predicted overhead of a strategy's iteration over AdamW's; 0.01 is 1%."""
@@ -208,14 +185,8 @@ def check_losses(result: BenchResult) -> None:
 
 def disagreements(result: BenchResult) -> list[Problem]:
     """Returns a problem for each strategy whose losses differ from those of the strategy that it must match
-    (`loss_references`), with the first step at which they differ.
-
-    The reference's losses are also compared between measurement groups.
-    """
+    (`loss_references`), with the first step at which they differ."""
     problems: list[Problem] = []
-    for index, reference in enumerate(result.references):
-        name = f"{result.reference} in measurement group {index + 1}"
-        problems += _loss_problems(name, reference.losses, result.reference, result.references[0].losses)
     for name, counterpart in loss_references(result).items():
         losses, expected = (result.strategies[strategy].measured.losses for strategy in (name, counterpart))
         problems += _loss_problems(name, losses, counterpart, expected)
@@ -344,8 +315,6 @@ def _measured_json(bench: StrategyBench) -> Mapping[str, object]:
         },
         "load_balance": measured.load_balance,
         "tensor_bytes": max(measured.tensor_bytes),
-        "sitting": bench.sitting,
-        "alone": bench.alone,
     }
 
 

@@ -1,5 +1,4 @@
-"""A bench session: checks and resolves the run, launches the ranks of each measurement group, and builds the
-result.
+"""A bench session: checks and resolves the run, launches the ranks, and builds the result.
 
 This module runs in the launcher, so it does not import torch.
 """
@@ -10,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from canzona_cli.bench.lineup import Entrant, LineUp, Sitting, available_bytes, line_up, make_sittings
+from canzona_cli.bench.lineup import Entrant, LineUp, line_up
 from canzona_cli.bench.results import BenchResult, Machine, Measured, StrategyBench, save
 from canzona_cli.bench.sitting import BenchFiles, Turns, read_samples, summarise
 from canzona_cli.config.compose import Composed, compose_run, dump_resolved
@@ -18,9 +17,10 @@ from canzona_cli.config.profiles import profile_warnings
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.machine import machine_facts
 from canzona_cli.core.costs.sharing import mode_warnings
-from canzona_cli.core.errors import Problem, collect_problems, refuse, write_error
+from canzona_cli.core.errors import Problem, closest, collect_problems, refuse, write_error
 from canzona_cli.core.host import cores
-from canzona_cli.core.setup.execution import AnyStrategy, has_tp_modes
+from canzona_cli.core.phases import STRATEGIES
+from canzona_cli.core.setup.execution import has_tp_modes
 from canzona_cli.core.writing import write_text_atomic
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.launch import preflight
@@ -61,7 +61,7 @@ class Session:
 def prepare(
     overrides: Sequence[str],
     *,
-    strategies: Sequence[AnyStrategy] | None = None,
+    strategies: Sequence[str] = (),
     rounds: int,
     steps_per_turn: int,
     recipes_dirs: Sequence[Path] = (),
@@ -70,7 +70,7 @@ def prepare(
     """Resolves the run and checks everything that can be checked before anything is written.
 
     Args:
-        strategies: the strategies to run; None for every possible strategy.
+        strategies: the strategies to run; empty for every possible strategy.
         rounds: the number of measured rounds, at least 1.
         steps_per_turn: the number of steps in a turn, at least 2, because the first step is not measured.
         problems: problems with the command line, which are raised together with those of the run.
@@ -80,12 +80,15 @@ def prepare(
         DoesNotFit: the reference, or a strategy that the user named, does not fit in memory.
         EnvironmentProblem: this machine does not have everything that the run needs.
     """
-    all_problems = [*problems]
+    all_problems = [*problems, *_option_problems(strategies, rounds, steps_per_turn)]
+    # Invalid numbers are corrected, so that the rest can be checked.
+    rounds, steps_per_turn = max(1, rounds), max(2, steps_per_turn)
+    named = tuple(name for name in STRATEGIES if name in strategies) or None
     with collect_problems(all_problems):
         composed = compose_run(overrides, recipes_dirs=recipes_dirs)
         composed = replace(composed, config=_with_folder(composed))
         all_problems += _problems(composed.config)
-        lined_up = line_up(composed, strategies, steps=(WARM_UP_ROUNDS + rounds) * steps_per_turn)
+        lined_up = line_up(composed, named, steps=(WARM_UP_ROUNDS + rounds) * steps_per_turn)
     refuse(all_problems)
     preflight.check_machine(lined_up.reference.config, lined_up.reference.layout)
     check_free(lined_up.reference.config)
@@ -103,6 +106,20 @@ def prepare(
     )
 
 
+def _option_problems(strategies: Sequence[str], rounds: int, steps_per_turn: int) -> Iterator[Problem]:
+    for name in strategies:
+        if name not in STRATEGIES:
+            hint = closest(name, STRATEGIES)
+            reason = f"is not one of {', '.join(STRATEGIES)}"
+            yield Problem("--strategies", reason, f"did you mean {hint}?" if hint else "--strategies canzona,sc", name)
+    if rounds < 1:
+        reason = "is less than 1, so nothing would be measured"
+        yield Problem("--rounds", reason, "use --rounds 6", rounds)
+    if steps_per_turn < 2:
+        reason = "must be at least 2, because the first step of a turn is not measured"
+        yield Problem("--steps-per-turn", reason, "use --steps-per-turn 3", steps_per_turn)
+
+
 def _warnings_of_run(composed: Composed, lined_up: LineUp) -> list[str]:
     """Returns the warnings about the user's settings. `engine.muon_tp_mode` has an effect if any strategy of the bench
     has modes, even if that of the recipe does not."""
@@ -111,7 +128,7 @@ def _warnings_of_run(composed: Composed, lined_up: LineUp) -> list[str]:
 
 
 def run(session: Session, say: Say) -> tuple[BenchResult, Path]:
-    """Runs every measurement group; returns the result and the bench directory.
+    """Runs the bench; returns the result and the bench directory.
 
     Args:
         say: a function that receives progress lines.
@@ -126,24 +143,19 @@ def run(session: Session, say: Say) -> tuple[BenchResult, Path]:
     machine = machine_now(config)
     corpus = corpus_of(config, say)
     files = create(config, lined_up.strategies)
-    sittings = make_sittings(lined_up, available_bytes(config.cluster))
-    names = ", ".join(strategy.name for strategy in lined_up.strategies)
+    turns = Turns(
+        names=tuple(strategy.name for strategy in lined_up.strategies),
+        rounds=WARM_UP_ROUNDS + session.rounds,
+        steps_per_turn=session.steps_per_turn,
+    )
     rounds = f"{plural(session.rounds, 'round')} of {session.steps_per_turn} steps each"
-    say(f"{config.name}: {names} on {plural(config.gpus, 'rank')}, {rounds}; writes to {files.root}")
-    measurements: list[dict[str, Measured]] = []
-    for index, sitting in enumerate(sittings):
-        name = "bench" if len(sittings) == 1 else f"measurement group {index + 1} of {len(sittings)}"
-        turns = Turns(
-            names=tuple(strategy.name for strategy in sitting.strategies),
-            rounds=WARM_UP_ROUNDS + session.rounds,
-            steps_per_turn=session.steps_per_turn,
-        )
-        group_files = run_group(sitting.strategies[0], files.sitting(index), turns, corpus, name=name, say=say)
-        measurements.append({
-            strategy: summarise(samples, warm_up_rounds=WARM_UP_ROUNDS, steps_per_turn=session.steps_per_turn)
-            for strategy, samples in read_samples(group_files).items()
-        })  # fmt: skip
-    result = _result(session, sittings, measurements, machine)
+    say(f"{config.name}: {', '.join(turns.names)} on {plural(config.gpus, 'rank')}, {rounds}; writes to {files.root}")
+    samples = read_samples(run_turns(lined_up.reference, files.ranks, turns, corpus, say=say))
+    measured = {
+        name: summarise(each, warm_up_rounds=WARM_UP_ROUNDS, steps_per_turn=session.steps_per_turn)
+        for name, each in samples.items()
+    }
+    result = _result(session, measured, machine)
     # The result is saved even if the strategies' losses disagree.
     save(result, files.result)
     return result, files.root
@@ -161,23 +173,8 @@ def _ignored_warnings(composed: Composed) -> Iterator[str]:
     yield from (f"{key} is ignored: {reason}" for key, reason in ignored.items() if key in composed.explicit)
 
 
-def _result(
-    session: Session, sittings: Sequence[Sitting], measurements: Sequence[Mapping[str, Measured]], machine: Machine
-) -> BenchResult:
+def _result(session: Session, measured: Mapping[str, Measured], machine: Machine) -> BenchResult:
     lined_up, config = session.line_up, session.config
-    reference = lined_up.reference.strategy
-    strategies: dict[str, StrategyBench] = {}
-    for strategy in lined_up.strategies:
-        index, alone = next(
-            (index, sitting.alone) for index, sitting in enumerate(sittings) if strategy in sitting.strategies
-        )
-        strategies[strategy.name] = StrategyBench(
-            measured=measurements[index][strategy.name],
-            predicted=strategy.predicted,
-            sitting=index,
-            arithmetic=strategy.arithmetic,
-            alone=alone,
-        )
     return BenchResult(
         recipe=config.name,
         overrides=session.overrides,
@@ -190,27 +187,16 @@ def _result(
         rounds=session.rounds,
         steps_per_turn=session.steps_per_turn,
         warm_up_rounds=WARM_UP_ROUNDS,
-        reference=reference,
-        strategies=strategies,
-        references=tuple(sitting.get(reference, measurements[0][reference]) for sitting in measurements),
+        reference=lined_up.reference.strategy,
+        strategies={
+            entrant.name: StrategyBench(
+                measured=measured[entrant.name], predicted=entrant.predicted, arithmetic=entrant.arithmetic
+            )
+            for entrant in lined_up.strategies
+        },
         arithmetic=lined_up.arithmetic,
-        notes=(*lined_up.notes, *_notes(sittings, reference), *busy_notes(machine)),
+        notes=(*lined_up.notes, *busy_notes(machine)),
     )
-
-
-def _notes(sittings: Sequence[Sitting], reference: str) -> Iterator[str]:
-    alone = [strategy.name for sitting in sittings if sitting.alone for strategy in sitting.strategies]
-    shared_groups = sum(not sitting.alone for sitting in sittings)
-    if shared_groups > 1:
-        yield (
-            "the strategies do not all fit in memory together, so they ran in "
-            f"{shared_groups} measurement groups, each with {reference}"
-        )
-    if alone:
-        yield (
-            f"{' and '.join(alone)} ran alone, because there was not enough memory for {reference} as well: other load "
-            "on the machine distorts this comparison"
-        )
 
 
 def _with_folder(composed: Composed) -> RunConfig:
@@ -234,7 +220,7 @@ def _problems(config: RunConfig) -> list[Problem]:
     nodes = config.cluster.nodes or -(-config.gpus // per_node)
     if nodes > 1:
         reason = f"need {nodes} machines, but a bench runs on a single machine, with {per_node} at most"
-        fix = f"use gpus={per_node}; `canzona bench --simulate` predicts larger jobs"
+        fix = f"use gpus={per_node}; `canzona plan` predicts larger jobs"
         problems.append(Problem(key="gpus", value=config.gpus, reason=reason, fix=fix))
     return problems
 
@@ -293,12 +279,11 @@ def create(config: RunConfig, entrants: Iterable[Entrant]) -> BenchFiles:
     return files
 
 
-def run_group(first: Entrant, run_dir: Path, turns: Turns, corpus: PreparedCorpus, *, name: str, say: Say) -> RunFiles:
-    """Launches the ranks of one measurement group, waits until they end, and returns their files.
+def run_turns(first: Entrant, run_dir: Path, turns: Turns, corpus: PreparedCorpus, *, say: Say) -> RunFiles:
+    """Launches the ranks, waits until they end, and returns their files.
 
     Args:
         first: the entrant with whose configuration and layout the ranks are started.
-        name: the name of the measurement group in messages.
 
     Raises:
         KeyboardInterrupt: the user stopped the measurement.
@@ -310,7 +295,7 @@ def run_group(first: Entrant, run_dir: Path, turns: Turns, corpus: PreparedCorpu
         first.layout,
         corpus,
         module=WORKER_MODULE,
-        view=_RoundLines(say, name, turns=len(turns.names), rounds=turns.rounds),
+        view=_RoundLines(say, turns=len(turns.names), rounds=turns.rounds),
         say=say,
         write_more=turns.write,
     )
@@ -322,24 +307,23 @@ class _RoundLines(TrainView):
 
     Args:
         say: a function that receives each line.
-        sitting: the name of the measurement group: `measurement group 2 of 3`.
         turns: the number of turns in a round.
         rounds: the number of rounds, including warm-up rounds.
     """
 
-    def __init__(self, say: Say, sitting: str, *, turns: int, rounds: int) -> None:
-        self._say, self._sitting, self._turns, self._rounds, self._seen = say, sitting, turns, rounds, 0
+    def __init__(self, say: Say, *, turns: int, rounds: int) -> None:
+        self._say, self._turns, self._rounds, self._seen = say, turns, rounds, 0
 
     def stage(self, event: StageEvent) -> None:
         if event.stage == "train":
-            self._say(f"{self._sitting}: {event.detail}")
+            self._say(f"bench: {event.detail}")
         elif event.stage == "build model":
-            self._say(f"{self._sitting}: building models")
+            self._say("bench: building models")
 
     def step(self, metrics: StepMetrics) -> None:
         self._seen += 1
         if self._seen % self._turns == 0:
-            self._say(f"{self._sitting}: round {self._seen // self._turns} of {self._rounds}")
+            self._say(f"bench: round {self._seen // self._turns} of {self._rounds}")
 
     def note(self, note: Note) -> None:
-        self._say(f"{self._sitting}: {note.text}")
+        self._say(f"bench: {note.text}")

@@ -1,4 +1,4 @@
-"""The samples of a measurement group, and the files through which its ranks and the launcher communicate.
+"""The samples of a bench, and the files through which its ranks and the launcher communicate.
 
 The launcher uses this module too, so it does not import torch.
 """
@@ -24,7 +24,7 @@ rank's gathering in the next forward pass. The last rank waits only for the comm
 
 @dataclass(frozen=True)
 class BenchFiles:
-    """The paths in a bench directory. The folder of each measurement group is a run directory."""
+    """The paths in a bench directory. The folder of its ranks is a run directory."""
 
     root: Path
 
@@ -39,13 +39,14 @@ class BenchFiles:
         """Returns the path of a strategy's plan; only canzona, paper and asc have one."""
         return self.root / f"plan-{strategy}.json"
 
-    def sitting(self, index: int) -> Path:
-        return self.root / f"sitting-{index}"
+    @property
+    def ranks(self) -> Path:
+        return self.root / "ranks"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turns:
-    """The turns of a measurement group: its strategies, their order and the number of steps."""
+    """The turns of a bench: its strategies, their order and the number of steps."""
 
     names: tuple[str, ...]
     """The names in the order of the first round. Each round starts one name later than the previous round."""
@@ -77,7 +78,7 @@ class StepSample:
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """The raw measurements of one strategy in one measurement group."""
+    """The raw measurements of one strategy."""
 
     losses: tuple[float, ...]
     """The loss of each training step."""

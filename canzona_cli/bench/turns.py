@@ -1,4 +1,4 @@
-"""Runs the turns of a measurement group's strategies on one rank."""
+"""Runs the turns of a bench's strategies on one rank."""
 
 import gc
 import math

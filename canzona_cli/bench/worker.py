@@ -1,11 +1,11 @@
-"""One rank of a measurement group: `python -m canzona_cli.bench.worker SITTING_DIR`, started by torchrun."""
+"""One rank of a bench: `python -m canzona_cli.bench.worker SITTING_DIR`, started by torchrun."""
 
 import sys
 import time
 from pathlib import Path
 
 from canzona_cli.bench.sitting import BenchFiles, Turns, write_samples
-from canzona_cli.records.files import RunFiles, append_json_line
+from canzona_cli.records.files import RunFiles, append_json_line, cache_root
 from canzona_cli.records.records import Ending, read_layout
 from canzona_cli.training.process import IMPORTED_BY_ALL, run_rank
 from canzona_cli.training.records import Journal, RankRecord
@@ -31,7 +31,7 @@ def sitting_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     configs = {name: load_resolved(inputs.config(name)) for name in turns.names}
     first_config = configs[turns.names[0]]
     world = join(first_config, read_layout(files.layout), alive=record.watchdog.progress)
-    data = build_datasets(first_config, read_corpus(files), cache=first_config.data.cache_root / "indices").train
+    data = build_datasets(first_config, read_corpus(files), cache=cache_root() / "indices").train
     running: dict[str, RunningStrategy] = {}
     for name, config in configs.items():
         journal.stage("build model", name)

@@ -33,8 +33,8 @@ from canzona_cli.checkpoint.verify import (
 from canzona_cli.config.compose import load_resolved
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import CanzonaError, CheckpointInvalid, ConfigError, Problem, refuse
-from canzona_cli.core.model.families import EMBEDDING, OUTPUT, family_of
-from canzona_cli.core.model.geometry import whole_shape
+from canzona_cli.core.model.families import EMBEDDING, FINAL_BIAS, FINAL_NORM, OUTPUT, POSITIONS, family_of
+from canzona_cli.core.model.geometry import unit_shapes, whole_shape
 from canzona_cli.core.optimizers.facts import MOMENTS, MOMENTUM
 from canzona_cli.core.optimizers.muon_facts import DISTRUSTED, STANDARD_STEPS
 from canzona_cli.core.setup import ModelConfig
@@ -134,7 +134,7 @@ def _optimizer_kind(name: str, optimizer: str) -> str | None:
     """Returns the kind of optimizer that keeps state for a weight: `element` for AdamW and other optimizers
     with elementwise state, `matrix` for the run's optimizer of matrices, and None for a user's own optimizer,
     which may keep any state."""
-    if name.endswith("weight") or optimizer in ELEMENTWISE:
+    if name.endswith(("weight", "bias")) or optimizer in ELEMENTWISE:
         return "element"
     return None if optimizer == "custom" else "matrix"
 
@@ -143,9 +143,12 @@ def _is_in_model(name: str, model: ModelConfig) -> bool:
     """Returns True if the model has a weight of this name in some splitting."""
     layer = _LAYER.fullmatch(name)
     if layer is None:
-        return name in (EMBEDDING, OUTPUT) or name.endswith("norm.weight")
+        known = {EMBEDDING, OUTPUT, FINAL_NORM.removeprefix("decoder.")}
+        known |= {POSITIONS} if model.positions else set()
+        known |= {FINAL_BIAS.removeprefix("decoder.")} if model.layernorm else set()
+        return name in known
     part = name.split(".", 2)[2]
-    is_known = part in _layer_names(model) or part.endswith("norm.weight")
+    is_known = part in _layer_names(model)
     if head := _HEAD.fullmatch(part):
         is_known = int(head[1]) < (model.num_attention_heads if part.startswith("q") else model.num_query_groups)
     return is_known and int(layer[1]) < model.num_layers
@@ -153,11 +156,9 @@ def _is_in_model(name: str, model: ModelConfig) -> bool:
 
 @lru_cache(maxsize=4)
 def _layer_names(model: ModelConfig) -> frozenset[str]:
-    """Returns the names of a layer's routers, and of its matrices in all splittings except the splitting by
-    heads."""
-    family = family_of(model)
-    matrices = (f"{weight.unit_prefix}{kind}" for weight in family.weights(model) for kind in weight.kinds)
-    return frozenset([*matrices, *(router.name for router in family.routers(model))])
+    """Returns the names of a layer's units, and of its matrices in all splittings except the splitting by heads."""
+    weights = family_of(model).weights(model)
+    return frozenset([*unit_shapes(model), *(f"{weight.unit_prefix}{weight.kind}" for weight in weights)])
 
 
 def _rectangle(shape: Sequence[int]) -> tuple[int, int]:

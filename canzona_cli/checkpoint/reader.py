@@ -23,12 +23,15 @@ class Reader:
     """A reader of a checkpoint's stored tensors and scalars, and of any part of a unit (a tensor in model
     space, see `model.geometry`), regardless of the tensors in which the unit is stored.
 
-    Files are memory-mapped, and only the requested parts are read.
+    Files are memory-mapped, and only the requested parts are read. The pages that are read count as memory of this
+    process, so files are mapped anew after some bytes; after more if there are more tensors, as with many experts,
+    because a file's list of tensors is read each time.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, model: ModelConfig) -> None:
         self._folder, self._manifest, self.model = folder, manifest, model
         self._files: dict[str, safe_open] = {}
+        self._mapped_bytes, self._most_mapped = 0, (1 << 15) * len(manifest.tensors)
         self._sources: dict[str, list[tuple[str, Block]]] = defaultdict(list)
         """The tensors that contain parts of each unit, as pairs of a tensor's name and the block that it
         contains."""
@@ -56,10 +59,6 @@ class Reader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.unmap()
-
-    def unmap(self) -> None:
-        """Unmaps the files, whose pages count as memory of this process. The next read maps them again."""
         self._files.clear()
 
     def fields(self, name: str) -> list[str]:
@@ -230,6 +229,7 @@ class Reader:
 
     def _slice(self, stored: str, start: int, end: int) -> torch.Tensor:
         part: torch.Tensor = self._open(stored).get_slice(stored)[start:end]  # type: ignore[no-untyped-call]
+        self._mapped_bytes += part.nbytes
         return part
 
     def _open(self, stored: str) -> safe_open:
@@ -238,6 +238,9 @@ class Reader:
         if stored not in self._manifest.tensors:
             raise CheckpointInvalid(missing_tensor(stored))
         file = self._manifest.tensors[stored].file
+        if self._mapped_bytes > self._most_mapped:
+            self._files.clear()
+            self._mapped_bytes = 0
         if file not in self._files:
             self._files[file] = safe_open(self._folder / file, framework="pt")
         return self._files[file]

@@ -263,7 +263,7 @@ def load_weights(model: Model, folder: Path, manifest: Manifest) -> None:
         refuse(limit_problems(content_problems(folder, manifest, config)), CheckpointInvalid)
         with Reader(folder, manifest, config) as reader:
             for name, parameter in global_parameters(model.chunks):
-                rows = parameter.view(-1, parameter.size(-1))
                 tp, rank = world.cut(name, config)
                 for block in fragment_blocks(name, parameter.shape, config, tp=tp, rank=rank):
+                    rows = parameter.view(-1, block.cols)  # a bias of a linear layer is one column
                     rows[block.row : block.row + block.rows].copy_(reader.block(block, MASTER))

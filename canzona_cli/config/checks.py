@@ -17,12 +17,12 @@ from typing import get_args
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.secrets import safety_problems
 from canzona_cli.config.settings import settings
-from canzona_cli.core.errors import Problem, closest
+from canzona_cli.core.errors import Problem, closest, with_own_values
+from canzona_cli.core.model.fp8 import fp8_problems
 from canzona_cli.core.reading import expanded
 from canzona_cli.core.setup import STANDARD_ONLY, Collective, CustomConfig, Execution, MomentumConfig
 from canzona_cli.core.setup.execution import RELEASED_TP_MODES, has_tp_modes
 from canzona_cli.core.setup.layout_rules import layout_problems
-from canzona_cli.core.setup.problems import with_own_values
 
 BYTE_TOKENIZER_IDS = 257
 """The number of ids of the byte tokenizer: 256 bytes and an end-of-document token."""
@@ -40,6 +40,7 @@ def config_problems(config: RunConfig, *, training: bool = True) -> list[Problem
     problems = [
         *_value_problems(config),
         *layout_problems(config.setup),
+        *fp8_problems(config.setup),
         *_schedule_problems(config),
         *_rampup_problems(config),
         *(_engine_problems(config) if training else ()),
@@ -62,9 +63,6 @@ def _value_problems(config: RunConfig) -> Iterator[Problem]:
     if config.data.validation_fraction == 0 and not config.data.validation_set and config.train.eval_interval > 0:
         fix = "use data.validation_fraction=0.02 or data.validation=PREFIX, or switch it off with train.eval_interval=0"
         yield Problem("data.validation_fraction", "leaves no documents for validation", fix)
-    if config.optimizer.min_lr > config.optimizer.lr and config.schedule.decay != "constant":
-        reason = f"is above optimizer.lr={config.optimizer.lr}, so the schedule would raise the rate"
-        yield Problem("optimizer.min_lr", reason, "use optimizer.min_lr_ratio=0.1 instead")
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", config.name) is None:
         reason = (
             "must be a name for the run directory: up to 100 letters, digits, dots, "
@@ -72,6 +70,7 @@ def _value_problems(config: RunConfig) -> Iterator[Problem]:
         )
         yield Problem("name", reason, "for example name=my-run")
     yield from _expert_problems(config)
+    yield from _gpt2_problems(config)
     if config.model.head_dim % 2:
         reason = "must be even: rotary embedding rotates pairs of dimensions"
         yield Problem("model.head_dim", reason, f"use model.head_dim={config.model.head_dim + 1}")
@@ -83,6 +82,16 @@ def _expert_problems(config: RunConfig) -> Iterator[Problem]:
         reason = f"is fewer than model.experts_per_token={per_token}"
         fix = f"use model.num_experts={per_token} or more, or 0 for a dense model"
         yield Problem("model.num_experts", reason, fix, value=experts)
+
+
+def _gpt2_problems(config: RunConfig) -> Iterator[Problem]:
+    model = config.model
+    if model.biases and model.num_experts:
+        fix = "leave model.biases out, or use model.num_experts=0"
+        yield Problem("model.biases", "experts have none", fix, value=True)
+    if 0 < model.positions < config.train.seq_length:
+        reason = f"is longer than model.positions={model.positions:,}"
+        yield Problem("train.seq_length", reason, f"use train.seq_length={model.positions}, or more positions")
 
 
 def _schedule_problems(config: RunConfig) -> Iterator[Problem]:
@@ -225,17 +234,7 @@ def _cluster_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _training_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yields a problem if canzona can plan the model but not train it, and one if the range of steps to
-    profile is not within the run."""
-    if not config.model.gated:
-        reason = "can only be planned: canzona does not train feed-forward layers without a gate"
-        yield Problem("model.gated", reason, "leave it out, or use `canzona plan --dry-run`")
-    if config.model.num_experts and not config.model.qk_norm:
-        reason = "can only be planned: of models with experts, canzona trains those of Qwen3"
-        yield Problem("model.qk_norm", reason, "use model.qk_norm=true, or model.num_experts=0")
-    if config.model.shared_ffn_hidden_size:
-        reason = "can only be planned: canzona does not train experts that process every token"
-        yield Problem("model.shared_ffn_hidden_size", reason, "leave it out, or use `canzona plan --dry-run`")
+    """Yields a problem if the range of steps to profile is not within the run."""
     last_step = config.train.steps
     steps = config.run.profile_steps
     if steps is not None and not 1 <= steps[0] <= steps[1] <= last_step:

@@ -159,7 +159,6 @@ def _distinct(problems: Sequence[Problem]) -> list[Problem]:
 
 _OVERRULED_BY: Final = {
     "optimizer.lr": "optimizer.lrs",
-    "optimizer.min_lr": "optimizer.min_lr_ratio",
     "optimizer.adamw_lr": "optimizer.adamw_lr_ratio",
     "train.batch_tokens": "train.global_batch_size",
 }
@@ -201,7 +200,7 @@ def drop_replaced(
     Args:
         tree: the recipe's values, overridden by the command line's; changed in place.
         set_keys: the settings that the command line sets, and those that `overruling_settings` yields.
-        problems: gets a problem if the command line sets a rate and its ratio (`min_lr`, `adamw_lr`).
+        problems: gets a problem if the command line sets `adamw_lr` and its ratio.
     """
     for key, overruling in _OVERRULED_BY.items():
         section, _, name = overruling.partition(".")
@@ -231,9 +230,7 @@ def _choose_source(tree: Mapping[str, object], parsed: Overrides) -> None:
 
 
 def with_rates(config: RunConfig) -> RunConfig:
-    """Resolves `optimizer.lr` from `lrs`, and `min_lr` and `adamw_lr` from their ratios.
-
-    `lr` and a ratio are multiplied as decimals, so that 0.1 times 0.0003 is exactly the float 0.00003.
+    """Resolves `optimizer.lr` from `lrs`, and `adamw_lr` from its ratio, as a product of decimals.
 
     Raises:
         ConfigError: `lrs` has a rate for an unknown optimizer.
@@ -245,10 +242,7 @@ def with_rates(config: RunConfig) -> RunConfig:
     # A recipe's rate is meant for Muon, but most custom optimizers are closer to AdamW.
     default_lr = optimizer.lrs.get("adamw", optimizer.lr) if optimizer.name == "custom" else optimizer.lr
     lr = optimizer.lrs.get(optimizer.name, default_lr)
-
-    def scaled(rate: float | None, ratio: float | None) -> float | None:
-        return rate if ratio is None else float(Decimal(repr(ratio)) * Decimal(repr(lr)))
-
-    min_lr = scaled(optimizer.min_lr, optimizer.min_lr_ratio) or 0.0
-    adamw_lr = scaled(optimizer.adamw_lr, optimizer.adamw_lr_ratio)
-    return replace(config, optimizer=replace(optimizer, lr=lr, lrs={}, min_lr=min_lr, adamw_lr=adamw_lr))
+    adamw_lr, ratio = optimizer.adamw_lr, optimizer.adamw_lr_ratio
+    if ratio is not None:
+        adamw_lr = float(Decimal(repr(ratio)) * Decimal(repr(lr)))
+    return replace(config, optimizer=replace(optimizer, lr=lr, lrs={}, adamw_lr=adamw_lr))

@@ -22,19 +22,20 @@ from canzona_cli.config.recipes import GROUPS, builtin_recipes_dir, group_option
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import override_text, settings
 from canzona_cli.config.unknown_keys import exact_key
-from canzona_cli.core.errors import ConfigError, Problem, refuse
+from canzona_cli.core.errors import ConfigError, Problem, refuse, value_of
 from canzona_cli.core.reading import read_yaml
-from canzona_cli.core.setup.problems import value_of
 from canzona_cli.core.setup.stages import count_parts_as_layers
 
 _REQUIRED: Final = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
 _SHAPE: Final = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "head_dim"),
     *("tied_embeddings", "qk_norm", "num_experts", "shared_ffn_hidden_size"),
+    *("gated", "layernorm", "biases", "positions"),
 )
 """The settings that identify a built-in model."""
 _DECAYS: Final = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
-_BALANCING: Final = {"seq_aux_loss": "sequence", "global_aux_loss": "global", "none": "none"}
+BALANCING: Final = {"seq_aux_loss": "sequence", "global_aux_loss": "global", "none": "none"}
+"""Megatron's names of the losses that spread tokens over experts, with canzona's."""
 _BATCH_ENTRY: Final = re.compile(r"(\d{1,15}(?:\.\d{1,15})?[KMBT]?):(\d{1,9})", re.IGNORECASE)
 """A batch in `--step-batch-size-schedule`, after the number of tokens from which on it is used."""
 PROGRAM: Final = "program"
@@ -269,22 +270,25 @@ class _Translation:
         self._set("model.ffn_hidden_size", self._number(ffn_argument, ffn), ffn_argument)
         self._set("model.tied_embeddings", not self._on("untie_embeddings_and_output_weights"))
         self._set("model.gated", gated, "swiglu")
-        if not gated:
-            self._plans_only.append("canzona trains only models with --swiglu")
+        self._set("model.layernorm", self._text("normalization") == "LayerNorm", "normalization")
+        if (biases := self._on("add_bias_linear")) and experts:
+            self._plans_only.append("canzona trains experts only with --disable-bias-linear")
+        self._set("model.biases", biases and not experts, "add_bias_linear")
+        positions = 0
+        if self._text("position_embedding_type") == "learned_absolute":
+            positions = self._number("max_position_embeddings", 1)
+            self._overrides.pop("model.rope_base", None)
+        self._set("model.positions", positions, "position_embedding_type")
         if self._on("use_rope_scaling"):
             self._set("model.rope_scaling", self._text("rope_scaling_factor"), "rope_scaling_factor")
         self._set("model.num_experts", experts, "num_experts")
         shared = self._number("moe_shared_expert_intermediate_size", 0) if experts else 0
         self._set("model.shared_ffn_hidden_size", shared, "moe_shared_expert_intermediate_size")
-        if shared:
-            self._plans_only.append("canzona trains no shared experts")
         if experts:
-            if not self._on("qk_layernorm"):
-                self._plans_only.append("of models with experts, canzona trains only those with --qk-layernorm")
             self._set("model.experts_per_token", self._number("moe_router_topk", 2), "moe_router_topk")
             balancing = self._text("moe_router_load_balancing_type") or ""
-            if balancing in _BALANCING:
-                self._set("model.balancing_loss", _BALANCING[balancing], "moe_router_load_balancing_type")
+            if balancing in BALANCING:
+                self._set("model.balancing_loss", BALANCING[balancing], "moe_router_load_balancing_type")
             else:
                 self._left_out.append(self._listed("moe_router_load_balancing_type"))
             if balancing != "none":
@@ -439,9 +443,10 @@ class _Translation:
             return
         self._set("schedule.decay", decay, "lr_decay_style")
         decay_steps = steps("lr_decay")
-        if decay == "constant":
-            self._overrides.pop("optimizer.min_lr", None)
-        elif decay_steps != train_steps:
+        if decay != "constant":
+            rate, least = (_number(self._text(name)) for name in ("lr", "min_lr"))
+            self._set("optimizer.min_lr_ratio", f"{(least or 0.0) / rate:.12g}" if rate else None, "min_lr")
+        if decay != "constant" and decay_steps != train_steps:
             self._set("schedule.decay_steps", decay_steps, "lr_decay_iters")
         if decay == "wsd":
             self._set("schedule.wsd_decay_steps", steps("lr_wsd_decay"), "lr_wsd_decay_iters")

@@ -1,19 +1,15 @@
 """Resolves configurations: the core chooses a layout, which is filled into the settings of a run."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.overrides import key_of
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.sweep import Combination, combinations
 from canzona_cli.core.errors import CanzonaError, Problem
-from canzona_cli.core.setup import Layout, OptimizerConfig
+from canzona_cli.core.setup import Layout
 from canzona_cli.core.simulate import fit, possible
-
-MIN_LR_RATIO = "optimizer.min_lr_ratio"
 
 
 def resolve(config: RunConfig) -> tuple[RunConfig, Layout]:
@@ -55,10 +51,8 @@ def swept_runs(arguments: Sequence[str], recipes_dirs: Sequence[Path]) -> tuple[
     runs: list[SweptRun] = []
     failed: list[tuple[Combination, CanzonaError]] = []
     requested = combinations(arguments)
-    recipe_of = cache(lambda overrides: compose_run(overrides, recipes_dirs=recipes_dirs).config.optimizer)
     for combination in requested:
         try:
-            combination = _with_scaled_minimum(combination, recipe_of)
             config, layout = resolve(compose_run(combination.overrides, recipes_dirs=recipes_dirs).config)
         except CanzonaError as error:
             failed.append((combination, error))
@@ -72,22 +66,6 @@ def swept_runs(arguments: Sequence[str], recipes_dirs: Sequence[Path]) -> tuple[
             reported.setdefault((problem.key, problem.reason), []).append((problem, combination.words))
     _, first_failure = failed[0]
     raise type(first_failure)(*(_merge(occurrences, len(requested)) for occurrences in reported.values()))
-
-
-def _with_scaled_minimum(
-    combination: Combination, recipe_of: Callable[[tuple[str, ...]], OptimizerConfig]
-) -> Combination:
-    """Gives swept learning rates the recipe's ratio of minimum to peak, so that all schedules have the same
-    shape. The ratio is added as an override, so that the printed overrides reproduce the run.
-    """
-    overrides = combination.overrides
-    keys = {key_of(override) for override in overrides}
-    if "optimizer.lr" not in combination.values or keys & {"optimizer.min_lr", MIN_LR_RATIO}:
-        return combination
-    recipe = recipe_of(tuple(override for override in overrides if key_of(override) != "optimizer.lr"))
-    if recipe.min_lr_ratio is not None or recipe.min_lr == 0:
-        return combination
-    return replace(combination, overrides=(*overrides, f"{MIN_LR_RATIO}={recipe.min_lr / recipe.lr:.6g}"))
 
 
 def _merge(occurrences: Sequence[tuple[Problem, str]], runs: int) -> Problem:

@@ -5,10 +5,8 @@ The classes are plain frozen dataclasses, so other modules can use them without 
 `canzona_cli.core.setup`.
 """
 
-import os
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
 from canzona_cli.core.fields import (
@@ -24,7 +22,6 @@ from canzona_cli.core.fields import (
     Ranks,
     Share,
 )
-from canzona_cli.core.reading import expanded
 from canzona_cli.core.setup import (
     ClusterConfig,
     EngineConfig,
@@ -73,11 +70,6 @@ class DataConfig:
     validation_fraction: Annotated[
         Share, "Share of documents that are held out for validation, unless `validation` names a set."
     ] = 0.02
-    cache_dir: Annotated[
-        str | None,
-        "Folder for prepared corpora and sample indices; null: $CANZONA_CACHE, else ~/.cache/canzona.",
-        NOTHING,
-    ] = None
 
     @property
     def validation_set(self) -> str | None:
@@ -88,11 +80,6 @@ class DataConfig:
     def held_out_share(self) -> float:
         """The share of the documents to train on that is held out for validation."""
         return 0.0 if self.validation_set else self.validation_fraction
-
-    @property
-    def cache_root(self) -> Path:
-        """The folder of the cache. canzona can create all files in it again."""
-        return expanded(self.cache_dir or os.environ.get("CANZONA_CACHE") or "~/.cache/canzona").absolute()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ _NAMES: Final[Mapping[str, str]] = {
     "run.trackers": "report_to loggers",
     "model.num_layers": "num_hidden_layers n_layer n_layers",
     "model.hidden_size": "n_embd d_model dim embed_dim",
-    "model.ffn_hidden_size": "intermediate_size ffn_dim hidden_dim",
+    "model.ffn_hidden_size": "intermediate_size ffn_dim hidden_dim d_ff mlp_dim",
     "model.num_attention_heads": "n_head n_heads num_heads",
     "model.num_query_groups": "num_key_value_heads n_kv_heads num_kv_heads",
     "model.head_dim": "kv_channels",
@@ -32,8 +32,11 @@ _NAMES: Final[Mapping[str, str]] = {
     "model.norm_eps": "norm_epsilon layernorm_epsilon rms_norm_eps",
     "model.init_std": "init_method_std initializer_range",
     "train.steps": "iters iterations train_iters max_steps num_steps max_steps_per_epoch max_iters num_iterations",
-    "train.seq_length": "seq_len block_size max_seq_len max_seq_length context_length max_position_embeddings",
-    "train.global_batch_size": "batch_size gbs",
+    "train.seq_length": (
+        "seq_len block_size max_seq_len max_seq_length context_length max_position_embeddings context ctx_len"
+    ),
+    "train.global_batch_size": "batch_size gbs batch train_batch_size",
+    "train.batch_tokens": "total_batch_size tokens_per_batch tokens_per_step",
     "train.micro_batch_size": "per_device_train_batch_size local_batch_size mbs device_batch_size",
     "train.precision": "dtype torch_dtype params_dtype mixed_precision",
     "train.recompute": (
@@ -45,11 +48,14 @@ _NAMES: Final[Mapping[str, str]] = {
         "validation_every validation_interval validation_steps validation_freq"
     ),
     "name": "run_name experiment_name",
-    "optimizer": "optim optimizer_type",
-    "optimizer.momentum": "muon_momentum",
-    "optimizer.ns_steps": "muon_num_ns_steps",
-    "optimizer.lr": "learning_rate",
-    "optimizer.adamw_lr": "decoupled_lr embedding_lr embed_lr adam_lr",
+    "optimizer": "optim optimizer_type optimizer.type optimizer_name",
+    "optimizer.momentum": "muon_momentum mu",
+    "optimizer.ns_steps": "muon_num_ns_steps ns_iters ns_iterations newton_schulz_steps",
+    "optimizer.precondition_frequency": "update_freq preconditioner_update_freq precond_freq",
+    "optimizer.lr": "learning_rate max_lr peak_lr base_lr muon_lr matrix_lr",
+    "optimizer.min_lr_ratio": "min_lr_frac final_lr_frac",
+    "optimizer.adamw_lr": "decoupled_lr embedding_lr embed_lr adam_lr head_lr scalar_lr adam.lr adamw.lr",
+    "optimizer.weight_decay": "wd",
     "optimizer.clip_grad": "grad_clip max_grad_norm clip_grad_norm gradient_clip_val gradient_clipping max_norm",
     "optimizer.beta1": "adam_beta1",
     "optimizer.beta2": "adam_beta2",
@@ -58,12 +64,16 @@ _NAMES: Final[Mapping[str, str]] = {
     "optimizer.coefficients": "muon_coefficient_type",
     "optimizer.scale_mode": "muon_scale_mode",
     "optimizer.scale_factor": "muon_extra_scale_factor",
-    "schedule.decay": "lr_scheduler lr_scheduler_type lr_decay_style scheduler decay_type optimizer.schedule wsd",
+    "schedule.decay": (
+        "lr_scheduler lr_scheduler_type lr_decay_style lr_schedule scheduler decay_type optimizer.schedule "
+        "schedule.type schedule.name wsd cosine"
+    ),
     "schedule.warmup_steps": "lr_warmup_iters num_warmup_steps lr_warmup_steps",
     "schedule.decay_steps": "lr_decay_iters",
+    "schedule.wsd_decay_steps": "lr_wsd_decay_iters cooldown cooldown_steps cooldown_iters",
     "checkpoint.every_steps": (
         "save_every save_interval save_steps save_freq checkpoint_interval every_n_train_steps "
-        "checkpoint_every checkpoint.interval"
+        "checkpoint_every checkpoint.interval ckpt_every ckpt_interval"
     ),
     "checkpoint.keep": "save_total_limit save_top_k keep_latest_k keep_last keep_last_n",
     "checkpoint.resume": "load resume_from_checkpoint load_step resume_from",
@@ -95,8 +105,11 @@ _LEAVE_OUT: Final[Mapping[str, str]] = {
     "packed packing": "documents are always packed into sequences",
     "distributed_backend backend": "follows from the device: NCCL on GPUs, gloo on CPUs",
     "num_workers dataloader_num_workers": "is fixed: two processes per rank on GPUs, none on CPUs",
+    "flash": "attention follows from the layers: Transformer Engine has flash attention",
     "offload": "canzona does not move optimizer state to host memory",
-    "swa z_loss label_smoothing early_stopping sliding_window window_size mtp latent": "canzona does not have this",
+    "swa z_loss qk_clip softcap label_smoothing early_stopping sliding_window window_size mtp latent": (
+        "canzona does not have this"
+    ),
     "document_mask reset_attention_mask reset_position_ids inter_document_masking": (
         "canzona packs documents into sequences without a mask between them"
     ),
@@ -119,7 +132,7 @@ _OTHERWISE: Final[Mapping[str, tuple[str, str]]] = {
     "fp4 nvfp4": ("canzona does not have FP4", "use train.precision=bf16"),
     "fp16": ("canzona does not train in fp16", "use train.precision=bf16"),
     "bf16": ("is a value of train.precision", "write train.precision=bf16, or fp32"),
-    "accumulation accumulate": (
+    "accumulation accumulate accum": (
         "accumulation follows from the batch: train.global_batch_size / (train.micro_batch_size * DP)",
         "set train.global_batch_size=N",
     ),
@@ -135,11 +148,15 @@ _OTHERWISE: Final[Mapping[str, tuple[str, str]]] = {
         "write train.batch_rampup=[[SEQUENCES,STEPS],...]",
     ),
     "epoch epochs": ("the length of a run is its number of steps", "write train.steps=N"),
-    "eval_iters limit_val_batches val_iters val_batches validation_batches": (
+    "eval_iters limit_val_batches val_iters val_batches validation_batches eval_batches": (
         "a validation is a number of sequences, whatever the batch",
         "set train.eval_sequences=N",
     ),
-    "warmup_ratio lr_warmup_fraction": ("the warm-up is a number of steps", "write schedule.warmup_steps=N"),
+    "warmup_ratio lr_warmup_fraction warmup_fraction warmup_frac warmup_tokens lr_warmup_samples": (
+        "the warm-up is a number of steps",
+        "write schedule.warmup_steps=N",
+    ),
+    "betas beta adam_betas": ("each moment has its own", "write optimizer.beta1=B1 optimizer.beta2=B2"),
     "untie_embeddings_and_output_weights": ("has the opposite meaning here", "write model.tied_embeddings=false"),
     "split": (
         "validation data are set as a share of the data",
@@ -185,6 +202,10 @@ REMOVED: Final[Mapping[str, str]] = {
     "train.loss_spike_sigmas": "leave it out: a spike is 8 standard deviations above the recent mean",
     "train.sample_tokens": "leave it out: a sample has at most 48 tokens",
     "data.tokenizer_vocab_size": "set model.vocab_size: a learned tokenizer has as many entries, but at most 16384",
+    "data.cache_dir": "set CANZONA_CACHE=FOLDER in the environment",
+    "optimizer.tf32": "set NVIDIA_TF32_OVERRIDE=0 in the environment for matmuls in fp32",
+    "optimizer.min_lr": "write optimizer.min_lr_ratio=SHARE, the minimum as a share of optimizer.lr",
+    "optimizer.roots": "leave it out: Shampoo's inverse roots are computed in the way that is predicted to be faster",
     "optimizer.shampoo_eps": "leave it out: it is 1e-12",
     "cluster.symmetric_factor": "leave it out: symmetric matmuls take as long as general ones of their size",
 }
@@ -203,8 +224,10 @@ def unknown_key(key: str, text: object, *, where: str = "") -> Problem:
     if (advice := missing_feature_problem(key)) is not None:
         return replace(advice, value=text, reason=f"{advice.reason}{where}")
     group = None if "." in key or key in RENAMED else closest(key, GROUPS, cutoff=0.8)
-    hint = group or closest_key(key)
-    fix = f"did you mean {hint}?" if hint else "`canzona recipes show NAME` lists every setting of a recipe"
+    hint = group or closest_key(key) or ""
+    choices = settings()[hint].choices if hint in settings() else ()
+    value = next((f"={typed}" for typed in (key, str(text)) if typed in choices), "")
+    fix = f"did you mean {hint}{value}?" if hint else "`canzona recipes show NAME` lists every setting of a recipe"
     return Problem(key, f"there is no such setting{where}", fix, value=text)
 
 

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import override_text
-from canzona_cli.core.errors import Problem
+from canzona_cli.core.errors import Problem, value_of, with_own_values
 from canzona_cli.core.setup import AdamWConfig, CustomConfig, Execution, FastPath, MomentumConfig
 from canzona_cli.core.setup.execution import has_tp_modes
-from canzona_cli.core.setup.problems import value_of, with_own_values
 
 _REFUSED = (
     ("train.grad_reduce_dtype", ("fp32",), "train.precision=bf16"),
@@ -21,7 +20,6 @@ _REFUSED = (
     ("model.balancing_weight", ("none",), "model.balancing_loss=sequence"),
     ("schedule.wsd_decay_steps", ("cosine", "linear", "constant"), "schedule.decay=wsd"),
     ("schedule.decay_steps", ("constant",), "schedule.decay=cosine"),
-    ("optimizer.min_lr", ("constant",), "schedule.decay=cosine"),
     ("optimizer.min_lr_ratio", ("constant",), "schedule.decay=cosine"),
     ("optimizer.clip_grad", ("none",), "optimizer.clip=all"),
     ("optimizer.clip", (0,), "optimizer.clip_grad=1"),
@@ -96,6 +94,9 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
         yield f"parallel.tp={tp} spans several nodes of {config.cluster.gpus_per_node} ranks: it will be slow"
     if "parallel.dispatcher" in explicit and (config.model.num_experts == 0 or config.parallel.ep == 1):
         yield "parallel.dispatcher is ignored: no experts are divided among ranks"
+    if config.model.positions:
+        for key in sorted(explicit & {"model.rope_base", "model.rope_scaling"}):
+            yield f"{key} is ignored: the model has learned positions"
     for key, other in _IGNORED:
         if key in explicit and value_of(config, other) == 0:
             yield f"{key} is ignored: {other} is 0"

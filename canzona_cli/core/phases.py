@@ -65,10 +65,10 @@ PHASES: Final[Mapping[str, PhaseLook]] = MappingProxyType(
     {
         name: PhaseLook(name=text, subject=subject, colour=colour, css=f"p-{name}", letter=letter, style=style)
         for name, text, subject, colour, letter, style in (
-            ("data", "data", "reading batches", "#8c8c8c", "D", "grey50"),
+            ("data", "data", "reading batches", "#1a7f86", "D", "turquoise4"),
             ("forward", "forward", "forward", "#4c72b0", "F", "dodger_blue2"),
             ("backward", "backward", "backward", "#8fb4e3", "B", "sky_blue2"),
-            ("pipeline", "pipeline wait", "the wait for other pipeline stages", "#c9c9c9", "P", "grey42"),
+            ("pipeline", "pipeline wait", "the wait for other pipeline stages", "#c9a27a", "P", "tan"),
             ("dispatch", "dispatch", "the dispatch of tokens to experts", "#64b5cd", "T", "cyan3"),
             ("grad_reduce", "gradient reduction", "exposed gradient reduction", "#e6b422", "R", "gold3"),
             ("norm_clip", "norm + clip", "norm + clip", "#5b5b5b", "N", "grey85"),
@@ -76,7 +76,7 @@ PHASES: Final[Mapping[str, PhaseLook]] = MappingProxyType(
             ("matrix_update", "matrix update", "the matrix update", "#3a9d5d", "U", "green3"),
             ("adamw_update", "AdamW update", "the AdamW update", "#a3d39c", "A", "pale_green1"),
             ("param_gather", "parameter gathering", "exposed parameter gathering", "#d1605e", "G", "indian_red1"),
-            ("other", "other", "other work", "#dddddd", "O", "grey50"),
+            ("other", "other", "other work", "#c3c8ce", "O", "grey50"),
         )
     }
 )

@@ -12,9 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from canzona_cli.config.schema import DataConfig, RunConfig
-from canzona_cli.core.errors import CanzonaError, ConfigError, Problem, collect_problems, refuse
+from canzona_cli.core.errors import CanzonaError, ConfigError, Problem, collect_problems, problem_with, refuse
 from canzona_cli.core.reading import expanded
-from canzona_cli.core.setup.problems import problem_with
 from canzona_cli.core.writing import write_text_atomic
 from canzona_cli.data.build import BuildSettings, Progress, build_pair, disk_problem
 from canzona_cli.data.division import ReportProgress, split_tokens
@@ -32,6 +31,7 @@ from canzona_cli.data.tokenizers import (
     tokenizer_file,
 )
 from canzona_cli.records.corpus import DataPlan, Division, PreparedCorpus, PreparedSet
+from canzona_cli.records.files import cache_root
 
 NO_VALIDATION = "train.eval_interval=0 data.validation_fraction=0"
 """The settings of a run that holds no documents out."""
@@ -42,7 +42,7 @@ _Pair = tuple[PairInfo, Sidecar | None]
 _CONFIG_KEYS = {
     "--tokenizer": "data.tokenizer",
     "--vocab-size": "model.vocab_size",
-    "--output": "data.cache_dir",
+    "--output": "CANZONA_CACHE",
     "INPUT": "data.source",
 }
 """The setting that corresponds to each option of `canzona data prepare`."""
@@ -79,9 +79,7 @@ def ensure_corpus(
         validation = _pairs([data.validation] if data.validation else [], "data.validation", unreadable)
         refuse(unreadable)
     all_pairs = [*pairs, *validation]
-    largest = [
-        sidecar.max_token_id if sidecar else _largest_token_id(pair, data, report) for pair, sidecar in all_pairs
-    ]
+    largest = [sidecar.max_token_id if sidecar else _largest_token_id(pair, report) for pair, sidecar in all_pairs]
     sets = []
     for name, weight, (pair, _) in zip(_set_names([*weights]), weights.values(), pairs, strict=True):
         whole = _whole_set(pair, name, share=weight / sum(weights.values()))
@@ -326,7 +324,7 @@ def _cache_prefix(config: RunConfig, content: str) -> Path:
         kind = "tokenizer"
     key = json.dumps([FORMAT, platform.python_version(), kind, vocab_size, tokenizer_hash, content])
     name = "-".join(["stdlib", platform.python_version(), kind, *([str(vocab_size)] if vocab_size else [])])
-    return config.data.cache_root / "corpora" / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    return cache_root() / "corpora" / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
 def _load_intact(prefix: Path) -> tuple[PairInfo, Sidecar] | None:
@@ -353,16 +351,16 @@ def _as_settings_problem(problem: Problem) -> Problem:
     """Rewrites a problem of `canzona data prepare` for a run, which has settings instead of options."""
     fix = problem.fix
     if problem.key == "--output":
-        fix = "use data.cache_dir=FOLDER or CANZONA_CACHE=FOLDER with a writable folder that has room"
+        fix = "set CANZONA_CACHE=FOLDER in the environment, with a writable folder that has room"
     elif "--eod" in fix:
         fix = f"canzona data prepare stdlib --output PREFIX --tokenizer {problem.value}: {fix}"
     return replace(problem, key=_CONFIG_KEYS.get(problem.key, problem.key), fix=fix)
 
 
-def _largest_token_id(pair: PairInfo, data: DataConfig, report: ReportProgress) -> int:
+def _largest_token_id(pair: PairInfo, report: ReportProgress) -> int:
     """Returns the largest token id in a pair without a sidecar. The result is cached, because the scan may
     take minutes."""
-    memo = pair.scan_path(data.cache_root, "largest id")
+    memo = pair.scan_path(cache_root(), "largest id")
     with suppress(OSError, ValueError):
         return int(memo.read_text())
     largest = pair.scan_max_token_id(lambda share: report("looking for the largest token id", share))

@@ -17,6 +17,7 @@ from canzona_cli.config.schema import DataConfig
 from canzona_cli.core.writing import write_atomic
 from canzona_cli.data.indexed import PairInfo, bin_path
 from canzona_cli.records.corpus import Division
+from canzona_cli.records.files import cache_root
 
 ReportProgress = Callable[[str, float], None]
 Mask = npt.NDArray[np.bool_]
@@ -40,7 +41,7 @@ def held_out(pair: PairInfo, division: Division, data: DataConfig, report: Repor
         return np.zeros(pair.sequences, dtype=np.bool_)
     if division == "tail":
         return np.arange(pair.sequences) >= pair.split_at(share)
-    hashes = _document_hashes(pair, data, report or (lambda what, share: None))
+    hashes = _document_hashes(pair, report or (lambda what, share: None))
     limit = min(max(share * 256.0**_BYTES, int(hashes.min()) + 1), int(hashes.max()))
     return np.repeat(hashes < limit, np.diff(pair.document_ends, prepend=0))
 
@@ -53,9 +54,9 @@ def split_tokens(
     return pair.tokens - for_validation, for_validation
 
 
-def _document_hashes(pair: PairInfo, data: DataConfig, report: ReportProgress) -> npt.NDArray[np.uint32]:
+def _document_hashes(pair: PairInfo, report: ReportProgress) -> npt.NDArray[np.uint32]:
     """Returns a hash of the tokens of each document, shape [documents]."""
-    memo = pair.scan_path(data.cache_root, "documents")
+    memo = pair.scan_path(cache_root(), "documents")
     with suppress(OSError):
         content = memo.read_bytes()
         hashes, digest = content[: pair.documents * _BYTES], content[pair.documents * _BYTES :]

@@ -27,6 +27,7 @@ from canzona_cli.core.costs.gpus import GpuInfo, gpu_inventory, installed_gpus
 from canzona_cli.core.errors import ExitCode, Problem
 from canzona_cli.core.host import cores, existing_folder, tool_output
 from canzona_cli.core.reading import expanded
+from canzona_cli.records.files import cache_root
 
 Status = Literal["ok", "info", "warn", "fail"]
 Group = Literal["python", "torch", "gpu", "machine", "storage", "network", "slurm", "environment"]
@@ -282,9 +283,8 @@ def _machine() -> Iterator[Finding]:
 def _storage(on_gpus: bool) -> Iterator[Finding]:
     """Checks space and permissions for runs, prepared data and temporary files, and the size of shared
     memory."""
-    cache = expanded(os.environ.get("CANZONA_CACHE") or "~/.cache/canzona")
     yield _folder_finding("runs", Path("runs"), "run directories go here", "run.root")
-    yield _folder_finding("cache", cache, "prepared corpora go here", "CANZONA_CACHE")
+    yield _folder_finding("cache", cache_root(), "prepared corpora go here", "CANZONA_CACHE")
     temporary = Path(tempfile.gettempdir())
     yield _folder_finding("temporary", temporary, "workers start from here", "TMPDIR", unwritable="fail")
     shared = Path("/dev/shm")

@@ -15,9 +15,8 @@ from canzona_cli.config.resolve import fill
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.gpus import with_layers_here
 from canzona_cli.core.costs.memory import GIB
-from canzona_cli.core.errors import CheckpointInvalid, ConfigError, DoesNotFit, Problem, refuse
+from canzona_cli.core.errors import CheckpointInvalid, ConfigError, DoesNotFit, Problem, problem_with, refuse
 from canzona_cli.core.setup import Layout
-from canzona_cli.core.setup.problems import problem_with
 from canzona_cli.core.simulate.search import candidates
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.launch import preflight, torchrun
@@ -108,7 +107,7 @@ def _arguments(checkpoint: StoredCheckpoint, overrides: Sequence[str], overridde
 
 def _replaces_data(overridden: set[str]) -> bool:
     """Returns True if these settings name other data than the run's to train on."""
-    others = overridden - {"data.cache_dir", "data.validation"}
+    others = overridden - {"data.validation"}
     return any(key == "data" or key.startswith("data.") for key in others)
 
 

@@ -19,11 +19,11 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs import machine
 from canzona_cli.core.costs.gpus import visible_gpus
 from canzona_cli.core.costs.memory import GIB, estimate
-from canzona_cli.core.errors import EnvironmentProblem, Problem, refuse
+from canzona_cli.core.errors import EnvironmentProblem, Problem, problem_with, refuse
 from canzona_cli.core.reading import expanded
 from canzona_cli.core.setup import ClusterConfig, Layout
-from canzona_cli.core.setup.problems import problem_with
 from canzona_cli.launch.torchrun import node_count, on_one_machine, port_in_use, ranks_per_node, worker_environment
+from canzona_cli.records.files import cache_root
 
 _MOUNTS: Final = ("--bind", "-B", "--mount", "--volume", "-v", "--container-mounts")
 """The options that mount folders, in Apptainer, Docker, Podman and pyxis."""
@@ -203,8 +203,8 @@ def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield ("run.dir", run.dir) if run.dir is not None else ("run.root", run.root)
     if config.checkpoint.weights_from is not None:
         yield "checkpoint.weights_from", config.checkpoint.weights_from
-    if data.cache_dir is not None or not any("CANZONA_CACHE" in line for line in config.cluster.setup):
-        yield "data.cache_dir", data.cache_dir or str(data.cache_root)
+    if not any("CANZONA_CACHE" in line for line in config.cluster.setup):
+        yield "CANZONA_CACHE", str(cache_root())
 
 
 def _is_apptainer(words: Sequence[str]) -> bool:

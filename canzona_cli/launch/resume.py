@@ -16,11 +16,10 @@ from canzona_cli.checkpoint.manifest import BEGINNING, NO_OPTIMIZER, Progress, s
 from canzona_cli.checkpoint.store import CheckpointStore, resolve
 from canzona_cli.config.changes import changes, shape_problems
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.core.errors import ConfigError, Problem, refuse
+from canzona_cli.core.errors import ConfigError, Problem, problem_with, refuse
 from canzona_cli.core.model.families import family_problems
 from canzona_cli.core.reading import Unreadable, expanded, read_plain
 from canzona_cli.core.setup import Layout
-from canzona_cli.core.setup.problems import problem_with
 from canzona_cli.core.writing import write_text_atomic
 from canzona_cli.records.codec import load_if_valid, read_lines
 from canzona_cli.records.corpus import DataPlan, samples_needed

@@ -9,9 +9,8 @@ from typing import Final
 from canzona_cli.checkpoint.huggingface.folder import TOKENIZER
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import override_text
-from canzona_cli.core.errors import CanzonaError, ConfigError, Problem
+from canzona_cli.core.errors import CanzonaError, ConfigError, Problem, value_of
 from canzona_cli.core.setup import Layout
-from canzona_cli.core.setup.problems import value_of
 from canzona_cli.data.division import held_out
 from canzona_cli.data.indexed import inspect_pair
 from canzona_cli.data.order import (

@@ -25,13 +25,13 @@ from canzona_cli.core.errors import (
     ExitCode,
     Problem,
     machine_error,
+    problem_with,
     write_error,
 )
 from canzona_cli.core.host import existing_folder, tool_output
 from canzona_cli.core.model.matrices import Routing
 from canzona_cli.core.planner.plan import Plan
 from canzona_cli.core.setup import Layout
-from canzona_cli.core.setup.problems import problem_with
 from canzona_cli.core.simulate.predict import predict
 from canzona_cli.core.simulate.prediction import Prediction
 from canzona_cli.core.writing import write_text_atomic

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.core.errors import ConfigError, EnvironmentProblem, Problem
+from canzona_cli.core.errors import ConfigError, EnvironmentProblem, Problem, problem_with
 from canzona_cli.core.host import tool_output
-from canzona_cli.core.setup.problems import problem_with
 from canzona_cli.launch.torchrun import node_count, port_in_use
 
 FIRST_PORT = 20_000

@@ -10,11 +10,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from canzona_cli.core.reading import Unreadable, parse_json, read_plain
+from canzona_cli.core.reading import Unreadable, expanded, parse_json, read_plain
 from canzona_cli.core.writing import NOT_UTF8, write_text_atomic
 from canzona_cli.records.words import json_text, jsonable
 
 StopReason = Literal["interrupted", "preempted"]
+
+
+def cache_root() -> Path:
+    """Returns the folder of prepared corpora and sample indices. canzona can create all files in it again."""
+    return expanded(os.environ.get("CANZONA_CACHE") or "~/.cache/canzona").absolute()
 
 
 def sweep_root(root: Path | str, name: str) -> Path:

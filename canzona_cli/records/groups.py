@@ -28,10 +28,9 @@ SMOOTHED_STEPS: Final = 10
 """The number of logged steps over which training losses are averaged."""
 LR: Final = "optimizer.lr"
 ADAMW_LR: Final = "optimizer.adamw_lr"
-MIN_LR: Final = "optimizer.min_lr"
 _WITHOUT_EFFECT: Final = {
-    *(LR, ADAMW_LR, "optimizer.lrs", "optimizer.min_lr_ratio", "optimizer.adamw_lr_ratio", "train.seed"),
-    *("name", "description", "data.cache_dir", "train.batch_tokens", "train.eval_interval"),
+    *(LR, ADAMW_LR, "optimizer.lrs", "optimizer.adamw_lr_ratio", "train.seed"),
+    *("name", "description", "train.batch_tokens", "train.eval_interval"),
     *("train.sample_every", "train.sample_prompt"),
 }
 """Settings that change no group: learning rates, the seed, names, and what is written when."""
@@ -42,7 +41,6 @@ _WITH_EFFECT: Final = {
 }
 """The settings of these sections that make groups; their other settings describe the machine, or say what is kept."""
 _DERIVED: Final = {
-    MIN_LR,
     *(f"parallel.{name}" for name in MESH),
     *(f"train.{name}" for name in BATCH),
     *(f"schedule.{field.name}" for field in fields(ScheduleConfig) if field.name != "decay"),
@@ -133,18 +131,12 @@ class Group:
 
     def seconds_of(self, steps: float | None) -> float | None:
         """Returns the seconds of a number of steps, either of which may be unknown."""
-        return None if self.step_s is None else product(steps, self.step_s.mean)
+        return None if self.step_s is None or steps is None else steps * self.step_s.mean
 
-    @property
-    def tokens_per_step(self) -> float | None:
-        """The tokens per step of the first run that logged any."""
-        lines = (run.metrics[-1] for run in self.runs if run.metrics)
-        return next((line.tokens / line.step for line in lines if line.tokens is not None), None)
-
-
-def product(steps: float | None, per_step: float | None) -> float | None:
-    """Multiplies numbers that may be unknown."""
-    return None if steps is None or per_step is None else steps * per_step
+    def tokens_at(self, step: float | None) -> float | None:
+        """Returns the tokens of the first steps, whose number may be unknown, in the first run that logged as many."""
+        tokens = (None if step is None else run.tokens_at(step) for run in self.runs)
+        return next((amount for amount in tokens if amount is not None), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +261,7 @@ class Ranking:
             "reached": {
                 "step": reached,
                 "seconds": line.seconds_of(reached),
-                "tokens": product(reached, line.tokens_per_step),
+                "tokens": line.tokens_at(reached),
             },
             "runs": [str(run.run_dir) for run in line.runs],
         }
@@ -337,12 +329,7 @@ def _varied_by_hand(differing: Mapping[str, Sequence[object]]) -> list[str]:
             names = {f"{section}.name"} & (differing.keys() - {key})
             if not names or _differs_within(key, names, differing):
                 keys.append(key)
-    with_rates = [*keys, *({LR, ADAMW_LR} & differing.keys())]
-    derived = [
-        key
-        for key in differing
-        if key in _DERIVED and _differs_within(key, with_rates if key == MIN_LR else keys, differing)
-    ]
+    derived = [key for key in differing if key in _DERIVED and _differs_within(key, keys, differing)]
     # What all groups are named after comes first.
     return sorted([*keys, *derived], key=lambda key: not key.endswith(".name"))
 

@@ -125,30 +125,6 @@ class Speedup:
         p = paired_p([math.log(ratio) for ratio in ratios]) if len(ratios) >= JUDGED_ROUNDS else None
         return cls(ratio=Quartiles.of(ratios), p=p)
 
-    @classmethod
-    def through(
-        cls, slower: Sequence[float], beside: Sequence[float], faster: Sequence[float], beside_faster: Sequence[float]
-    ) -> "Speedup":
-        """Computes the speed-up of strategies from different sessions, through a reference that ran in both.
-
-        The logarithms of both ratios to the reference are compared by the t-test for unequal variances (Welch
-        1947), with the degrees of freedom of the shorter session, the fewest that Welch's formula can give.
-
-        Args:
-            beside: the reference's times in the rounds of `slower`.
-            beside_faster: the reference's times in the rounds of `faster`.
-        """
-        ratios, others = (
-            [time / reference for time, reference in zip(*pair, strict=True)]
-            for pair in ((slower, beside), (faster, beside_faster))
-        )
-        logs = [[math.log(ratio) for ratio in each] for each in (ratios, others)]
-        rounds, p = min(map(len, logs)), None
-        if rounds >= JUDGED_ROUNDS:
-            error = math.sqrt(sum(statistics.variance(each) / len(each) for each in logs))
-            p = _p_of_mean(statistics.fmean(logs[0]) - statistics.fmean(logs[1]), error, rounds - 1)
-        return cls(ratio=Quartiles.of([ratio / statistics.median(others) for ratio in ratios]), p=p)
-
 
 @dataclass(frozen=True, kw_only=True)
 class OverRanks:

@@ -221,6 +221,15 @@ class RunSummary:
         """The lowest finite validation loss; None if there is none."""
         return min((loss for _, loss in self.validations if loss is not None), default=None)
 
+    def tokens_at(self, step: float) -> float | None:
+        """Returns the number of tokens trained on up to a step, which may lie between two logged ones; None if it is
+        beyond the last one."""
+        logged = [(0, 0), *((line.step, line.tokens) for line in self.metrics if line.tokens is not None)]
+        for (before, had), (after, has) in pairwise(logged):
+            if step <= after:
+                return had + (has - had) * (step - before) / (after - before)
+        return None
+
     def as_json(self) -> dict[str, object]:
         """Returns the stable output of `canzona report --json`. New keys do not change `version`; any other
         change raises it."""

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from canzona_cli.records.codec import load, save
-from canzona_cli.records.files import RunFiles
+from canzona_cli.records.files import RunFiles, cache_root
 from canzona_cli.records.records import Ending, ResumePoint, read_layout
 from canzona_cli.training.process import IMPORTED_BY_ALL, run_rank
 from canzona_cli.training.records import Journal, RankRecord
@@ -44,7 +44,7 @@ def evaluate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     )
     model.timer.on_change = lambda phase: record.watchdog.progress()
     journal.stage("build data", ", ".join(str(part.prefix) for part in corpus.sets))
-    validation_sets = build_validation(config, corpus, cache=config.data.cache_root / "indices")
+    validation_sets = build_validation(config, corpus, cache=cache_root() / "indices")
     lengths = token_bytes(corpus)
     checkpoint = Path(point.checkpoint)
     journal.stage("load", checkpoint.name)

@@ -153,7 +153,6 @@ class Training:
             result = train_step(
                 trainee,
                 batches,
-                sequences=batch_at(trainee, step),
                 stop_requested=self._stop_requested,
                 save_due=self._save_due,
             )
@@ -287,19 +286,15 @@ class Training:
         return loss, losses if len(losses) > 1 else {}
 
 
-def batch_at(trainee: Trainee, step: int) -> int:
-    """Returns the number of sequences in a step of the run."""
-    return trainee.setup.train.sequences(trainee.world.layout.global_batch_size, step, step)
-
-
 def advance_progress(trainee: Trainee, progress: Progress, result: StepResult) -> Progress:
     """Returns the progress of the run after a step with this result."""
-    batch = batch_at(trainee, progress.step + 1)
+    train, step = trainee.setup.train, progress.step + 1
+    batch = train.batch_at(trainee.world.layout.global_batch_size, step)
     return replace(
         progress,
-        step=progress.step + 1,
+        step=step,
         samples=progress.samples + batch,
-        tokens=progress.tokens + batch * trainee.setup.train.seq_length,
+        tokens=progress.tokens + batch * train.seq_length,
         skipped=progress.skipped + result.skipped,
         fallbacks=progress.fallbacks + result.fallbacks,
     )
@@ -312,7 +307,8 @@ def step_metrics(trainee: Trainee, progress: Progress, result: StepResult, step_
         progress: the progress after the step.
         step_s: the duration of the step, in seconds.
     """
-    tokens = batch_at(trainee, progress.step) * trainee.setup.train.seq_length
+    train = trainee.setup.train
+    tokens = train.batch_at(trainee.world.layout.global_batch_size, progress.step) * train.seq_length
     return StepMetrics(
         step=progress.step,
         loss=result.loss,

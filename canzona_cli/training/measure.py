@@ -73,7 +73,7 @@ def gather_breakdown(config: RunConfig, world: World, steps: Sequence[StepTiming
         The breakdown; None on other ranks, or if no step was measured.
     """
     batch = world.layout.global_batch_size
-    batches = {step.number: config.train.sequences(batch, step.number, step.number) for step in steps}
+    batches = {step.number: config.train.batch_at(batch, step.number) for step in steps}
     full = [step for step in steps if batches[step.number] == batch] or steps
     measured = measured_steps(full, config.run.profile_steps)
     means = _RankMeans(

@@ -157,8 +157,8 @@ class SampleIndex:
 def _as_problems(cache: Path, error: OSError) -> tuple[Problem, ...]:
     if error.errno is None:  # numpy does not name the reason when a disk becomes full
         error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    fix = "make room there, or choose another folder: data.cache_dir=FOLDER"
-    return write_error("data.cache_dir", str(cache), error, fix=fix, what="the index of samples").problems
+    fix = "make room there, or set CANZONA_CACHE=FOLDER in the environment"
+    return write_error("CANZONA_CACHE", str(cache), error, fix=fix, what="the index of samples").problems
 
 
 def _make_whole(folder: Path, build: Callable[[Path], None]) -> None:

@@ -16,6 +16,7 @@ from canzona_cli.core.engine.canzona_optimizer import CanzonaOptimizer, NonFinit
 from canzona_cli.core.megatron.model import Model, Trainee
 from canzona_cli.core.megatron.timers import PhaseTimer
 from canzona_cli.core.setup import ModelConfig
+from canzona_cli.core.setup.training import TEMPERATURE
 from canzona_cli.data.corpus import tokenizer_of
 from canzona_cli.data.tokenizers import Tokenizer
 from canzona_cli.records.corpus import PreparedCorpus
@@ -97,7 +98,6 @@ def train_step(
     trainee: Trainee,
     batches: Iterator[Batch],
     *,
-    sequences: int | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
     save_due: Callable[[], bool] = lambda: False,
 ) -> StepResult:
@@ -109,7 +109,6 @@ def train_step(
     can launch the next step while the device still executes this step's update.
 
     Args:
-        sequences: The number of sequences in this step's batch; None for the layout's.
         stop_requested: A function that returns True if this rank has a stop request. It is called after the
             backward pass, so that an earlier request stops the run after this step. If it returns True on any
             rank, all ranks stop.
@@ -126,7 +125,8 @@ def train_step(
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     layout = trainee.world.layout
-    micro_batches = (sequences or layout.global_batch_size) // (layout.micro_batch_size * layout.dp)
+    sequences = trainee.setup.train.batch_at(layout.global_batch_size, trainee.schedule.num_steps + 1)
+    micro_batches = sequences // (layout.micro_batch_size * layout.dp)
     losses = _forward_backward(trainee, batches, micro_batches=micro_batches, forward_only=False)
     lr, adamw_lr = step_rates(trainee)
     try:
@@ -320,8 +320,6 @@ def describe_bad_losses(ranks: Sequence[int]) -> str:
 
 SAMPLE_TOKENS = 48
 """The maximum number of tokens in a sample; prompt and sample together fit one sequence."""
-TEMPERATURE = 0.8
-"""The temperature of sample texts: the most likely tokens alone soon repeat themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)

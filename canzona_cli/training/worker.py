@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from canzona_cli.records.codec import load_if_valid, record_dict
-from canzona_cli.records.files import RunFiles
+from canzona_cli.records.files import RunFiles, cache_root
 from canzona_cli.records.records import Ending, ResumePoint, read_layout
 from canzona_cli.training.process import IMPORTED_BY_ALL, count_host_waits, run_rank
 from canzona_cli.training.records import Journal, RankRecord
@@ -67,7 +67,7 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
 
     journal.stage("build data", ", ".join(str(part.prefix) for part in corpus.sets))
     data_plan = plan_data(config, corpus, progress=start.progress, saved=saved_plan)
-    datasets = build_datasets(config, corpus, cache=config.data.cache_root / "indices", plan=data_plan)
+    datasets = build_datasets(config, corpus, cache=cache_root() / "indices", plan=data_plan)
 
     inputs = (files.config, files.layout, *([files.plan] if plan is not None else []))
     texts = {path.name: path.read_text(encoding="utf-8") for path in inputs}

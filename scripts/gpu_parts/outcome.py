@@ -70,10 +70,6 @@ class Setup:
     memory_gib: float
     """The memory of each GPU; 0 if it is unknown."""
     gpus: int
-    sizes: tuple[str, ...]
-    """The recipes whose matrix updates are measured."""
-    budget_s: float
-    """The seconds for the samples of one measurement."""
     work: str
     """The folder that parts share."""
 
@@ -122,8 +118,7 @@ class Setup:
 
     @classmethod
     def read(cls, folder: Path) -> "Setup":
-        content = json.loads(cls.file(folder).read_text(encoding="utf-8"))
-        return cls(**{**content, "sizes": tuple(content["sizes"])})
+        return cls(**json.loads(cls.file(folder).read_text(encoding="utf-8")))
 
     @staticmethod
     def file(folder: Path) -> Path:

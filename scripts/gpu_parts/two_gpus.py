@@ -1,12 +1,7 @@
 """The parts of the check on two GPUs: every parallel axis compared with the CPU, grouped collectives, and the overlap
 of communication with computation."""
 
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 from typing import get_args
 
 from canzona_cli.core.planner.plan_file import read_plan
@@ -88,19 +83,3 @@ def judge(trace: StepTrace, *, buckets: int) -> Outcome:
     numbers = {"collectives": trace.collectives, "buckets": buckets, "hidden": trace.hidden}
     status: Status = "pass" if grouped and trace.hidden >= HIDDEN else "short"
     return Outcome(status=status, summary=summary, numbers=numbers)
-
-
-def chains(setup: Setup) -> Outcome:
-    """Compares reductions to owners, in several orders of owners, with one reduce-scatter of the same bytes. The
-    difference is the cost of filling NCCL's chains. `gpu_parts.chains` runs in a process that starts the ranks."""
-    answer = setup.folder / "chains.json"
-    command = [sys.executable, "-W", "ignore", "-m", "gpu_parts.chains", setup.device, str(setup.gpus), str(answer)]
-    folder = Path(__file__).parents[1]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
-    if subprocess.run(command, env=environment, check=False).returncode:
-        return Outcome(status="short", summary="its ranks failed; see above")
-    times: dict[str, float] = json.loads(answer.read_text(encoding="utf-8"))
-    ring = times["reduce_scatter"]
-    summary = ", ".join(f"{name} {1e3 * value:.2f} ms" for name, value in times.items())
-    worst = max(times.values()) / ring
-    return Outcome(status="pass", summary=f"{summary}; chains take at most {worst:.2f} times a ring", numbers=times)

@@ -85,7 +85,7 @@ def test_whatever_is_forged_all_ranks_refuse_it_and_take_the_honest_one(tmp_path
             late.add(kind)
     assert late == IN_TENSORS | MISSING | OF_SOAP, "all else is refused before a worker starts, and by verify"
     resumed = f"checkpoint.resume={tmp_path / 'a master that is turned' / honest.name}"
-    for command in (("validate",), ("train", "--dry-run"), ("train", f"run.root={tmp_path}/runs")):
+    for command in (("train", "--dry-run"), ("train", f"run.root={tmp_path}/runs")):
         done = canzona(*command, *FIXED, *RUN, resumed)
         assert (done.returncode, "the model's is" in done.stderr) == (5, True), (command, done.stderr)
     assert not (tmp_path / "runs").exists()

@@ -1,4 +1,4 @@
-"""Whatever is sent to the ports that a run listens on, it trains on."""
+"""A run listens on this machine alone; whatever is sent to its ports, it trains on until it is asked to stop."""
 
 import random
 import signal
@@ -8,8 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+import pytest
 
-from tests.faults.support import LaunchedRun, alive
+from canzona_cli.core.errors import ConfigError
+from canzona_cli.launch.run_dir import RunDirectory
+from canzona_cli.launch.torchrun import LOOPBACK_BACKEND
+from tests.faults.support import LaunchedRun, alive, run_config
 
 Address = tuple[str, int]
 GARBAGE = (
@@ -46,19 +50,33 @@ def listened_on(processes: Sequence[psutil.Process]) -> list[Address]:
     ]
 
 
-def test_garbage_to_every_listening_port_stops_nothing(tmp_path: Path) -> None:
+def test_garbage_to_every_port_stops_nothing_and_one_ctrl_c_everything_after_a_step(tmp_path: Path) -> None:
     with LaunchedRun(tmp_path / "run", "endless") as run:
         run.wait_for_steps(2)
         family = run.family()
+        assert len(family) == 3, "torchrun and two workers"
+        assert {p.name() for p in family} >= {"rank 0", "rank 1"}
+
+        # Installed, as by `make test`, canzona's rendezvous listens on 127.0.0.1; torchrun's own listens everywhere.
+        assert LOOPBACK_BACKEND in run.files.command.read_text(), "canzona is not installed here: `make setup`"
         listening = listened_on(family)
         assert {ip for ip, _ in listening} == {"127.0.0.1"}, "another machine could reach it"
         assert len(listening) >= 3, "torchrun's store, and each rank"
         opened = throw(listening)
         run.wait_for_steps(run.steps + 5)
+
+        with pytest.raises(ConfigError, match="already") as refused:
+            RunDirectory.create(run_config(run_dir=run.files.root))
+        assert "unfinished or still running" in refused.value.problems[0].reason
+
         run.process.send_signal(signal.SIGINT)
         code, output = run.finish()
     assert code == 130, output
-    assert run.result()["step"] == run.steps
+    assert "stopping after this step, 60 s at most (press Ctrl-C again to stop at once)" in output
     assert not alive(family)
+    assert [run.record(rank)["status"] for rank in range(2)] == ["interrupted", "interrupted"]
+    result = run.result()
+    assert (result["status"], result["exit_code"]) == ("interrupted", 130)
+    assert result["step"] == run.steps, "a step was lost"
     for connection in opened:
         connection.close()

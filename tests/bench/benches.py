@@ -93,7 +93,7 @@ def bench(
     scale: float = 1.0,
     optimizer: str = "muon",
 ) -> BenchResult:
-    """All strategies in one sitting."""
+    """All strategies in one bench."""
     ours = measured(strategies[0], ranks=tp * dp, scale=scale)
     return BenchResult(
         recipe="qwen3-mini",
@@ -112,12 +112,10 @@ def bench(
             name: StrategyBench(
                 measured=ours if name == strategies[0] else measured(name, ranks=tp * dp, scale=scale),
                 predicted=predicted(name, scale=scale),
-                sitting=0,
                 arithmetic="adamw" if name == "adamw" else "fused",
             )
             for name in strategies
         },
-        references=(ours,),
         arithmetic="the standard form in all strategies",
         notes=("splitting qkv: as far as sc and layerwise go, so that all update the same matrices",),
     )
@@ -131,13 +129,11 @@ def of_rounds(result: BenchResult, rounds: int) -> BenchResult:
         return replace(measured, **{name: getattr(measured, name)[:rounds] for name in times})
 
     strategies = {name: replace(found, measured=first(found.measured)) for name, found in result.strategies.items()}
-    references = tuple(map(first, result.references))
-    return replace(result, rounds=rounds, strategies=strategies, references=references)
+    return replace(result, rounds=rounds, strategies=strategies)
 
 
 def with_measured(result: BenchResult, name: AnyStrategy, **changes: object) -> BenchResult:
     """`result` with other measurements of one strategy."""
     found = result.strategies[name]
     changed = replace(found, measured=replace(found.measured, **changes))  # type: ignore[arg-type]
-    references = (changed.measured,) if name == result.reference else result.references
-    return replace(result, strategies={**result.strategies, name: changed}, references=references)
+    return replace(result, strategies={**result.strategies, name: changed})

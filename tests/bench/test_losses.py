@@ -80,13 +80,6 @@ def test_late_losses_part_by_rounding_and_are_not_compared() -> None:
     assert found({"canzona": (*early, 2.0), "sc": (*early, 3.0)}) == []
 
 
-def test_the_reference_must_agree_with_itself_in_every_sitting() -> None:
-    result = result_of({"canzona": LOSSES, "sc": LOSSES})
-    again = replace(result.references[0], losses=scaled(3, 1.5))
-    result = replace(result, references=(*result.references, again))
-    assert [problem.key for problem in disagreements(result)] == ["canzona in measurement group 2, step 3"]
-
-
 def test_the_error_names_strategy_step_and_both_losses() -> None:
     with pytest.raises(StrategiesDisagree) as caught:
         check_losses(result_of({"canzona": LOSSES, "sc": scaled(3, 2.0)}))

@@ -1,19 +1,23 @@
 """The parts of a bench before anything starts: one layout for all strategies, and all mistakes at once."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from canzona_cli.bench.lineup import Entrant, LineUp, make_sittings
-from canzona_cli.bench.options import Options, read_options
+import pytest
+
+from canzona_cli.bench import lineup
+from canzona_cli.bench.lineup import Entrant, LineUp
 from canzona_cli.bench.session import Session, prepare
 from canzona_cli.core.costs.memory import GIB
+from canzona_cli.core.errors import DoesNotFit
 from canzona_cli.core.setup.execution import AnyStrategy, tp_mode_of
 from tests.refusals import refused
 
 TINY = ("recipe=tiny", "gpus=4", "parallel.tp=2")
 
 
-def prepared(*overrides: str, strategies: tuple[AnyStrategy, ...] | None = None) -> Session:
+def prepared(*overrides: str, strategies: tuple[AnyStrategy, ...] = ()) -> Session:
     return prepare([*TINY, *overrides], strategies=strategies, rounds=2, steps_per_turn=3)
 
 
@@ -21,7 +25,7 @@ def names(line_up: LineUp) -> list[str]:
     return [strategy.name for strategy in line_up.strategies]
 
 
-def problems(*overrides: str, options: Options | None = None, strategies: tuple[AnyStrategy, ...] | None = None) -> str:
+def problems(*overrides: str, strategies: tuple[str, ...] = (), rounds: int = 2, steps: int = 2) -> str:
     """`key=value: reason` of each problem, by lines."""
     return "\n".join(
         f"{problem.key}={problem.value}: {problem.reason}"
@@ -29,9 +33,8 @@ def problems(*overrides: str, options: Options | None = None, strategies: tuple[
             prepare,
             overrides,
             strategies=strategies,
-            rounds=2,
-            steps_per_turn=2,
-            problems=() if options is None else options.problems,
+            rounds=rounds,
+            steps_per_turn=steps,
         )
     )
 
@@ -106,14 +109,11 @@ def test_a_strategy_the_run_cannot_have_is_left_out_unless_it_was_named() -> Non
 
 
 def test_mistakes_of_options_run_and_data_are_told_together(tmp_path: Path) -> None:
-    options = read_options(strategies=["canzna,sc"], rounds=0, steps_per_turn=1, out=tmp_path, gpus="8..1024")
-    told = problems("recipe=tiny", "gpus=3", "parallel.tp=2", options=options)
+    told = problems("recipe=tiny", "gpus=3", "parallel.tp=2", strategies=("canzna", "sc"), rounds=0, steps=1)
     for expected in (
         "--strategies=canzna",
         "--rounds=0",
         "--steps-per-turn=1",
-        f"--out={tmp_path}: is a directory",
-        "--gpus=8..1024",
         "gpus=3",
     ):
         assert expected in told
@@ -134,27 +134,32 @@ def test_adamw_alone_has_nothing_to_compare_and_a_bench_is_of_one_machine() -> N
     assert "need 2 machines" in problems("recipe=tiny", "gpus=16")
 
 
+def fitting(
+    entrants: Sequence[Entrant], available: int | None, notes: list[str], *, named: bool = False
+) -> tuple[Entrant, ...]:
+    return lineup._fitting_together(entrants, available, notes, named=named)
+
+
 def sized(line_up: LineUp, place: int, state_gib: float, transient_gib: float = 0.25) -> Entrant:
     found = line_up.strategies[place]
     return replace(found, state_bytes=int(state_gib * GIB), transient_bytes=int(transient_gib * GIB))
 
 
-def test_strategies_share_a_sitting_as_far_as_they_fit_beside_the_reference() -> None:
+def test_strategies_take_part_as_far_as_they_fit_beside_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     line_up = prepared().line_up  # 3.25 GiB for each rank
     sizes = (1.0, 1.0, 1.5, 1.5, 1.0, 2.5)
-    line_up = replace(line_up, strategies=tuple(sized(line_up, place, size) for place, size in enumerate(sizes)))
-    sittings = make_sittings(line_up, None)
-    assert [(tuple(member.name for member in sitting.strategies), sitting.alone) for sitting in sittings] == [
-        (("canzona", "paper", "sc"), False),  # 3 GiB that stay, and once what a step needs
-        (("canzona", "asc"), False),
-        (("canzona", "layerwise"), False),
-        (("adamw",), True),
-    ]
-
-
-def test_cpu_ranks_share_the_machines_free_memory() -> None:
-    line_up = prepared().line_up
-    together = make_sittings(line_up, 64 * GIB)
-    assert [len(sitting.strategies) for sitting in together] == [6]
-    # Python and torch alone are 0.75 GiB on each of the four ranks.
-    assert all(sitting.alone for sitting in make_sittings(line_up, 3 * GIB)[1:])
+    entrants = [sized(line_up, place, size) for place, size in enumerate(sizes)]
+    notes: list[str] = []
+    # 3 GiB that stay, and once what a step needs
+    assert [member.name for member in fitting(entrants, None, notes)] == ["canzona", "paper", "sc"]
+    assert notes[0] == (
+        "without asc: does not fit in memory beside canzona, paper; for a bench of fewer: --strategies canzona,asc"
+    )
+    assert [note.partition(":")[0] for note in notes] == ["without asc", "without layerwise", "without adamw"]
+    with pytest.raises(DoesNotFit, match="does not fit in memory beside canzona"):
+        fitting([entrants[0], entrants[5]], None, [], named=True)
+    monkeypatch.setattr(lineup, "_available_bytes", lambda _: 3 * GIB)
+    assert names(prepared().line_up) == ["canzona"], "Python and torch alone are 0.75 GiB on each of the four ranks"
+    with pytest.raises(DoesNotFit):
+        prepared(strategies=("canzona", "sc"))
+    assert [member.name for member in fitting(entrants[:2], 64 * GIB, [])] == ["canzona", "paper"]

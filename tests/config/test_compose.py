@@ -320,7 +320,7 @@ class TestNothingIsRunOrLeaked:
         assert found.keys() == {"data.tokenizer._target_"}
 
     def test_a_reference_to_nothing(self) -> None:
-        assert "optimizer.lx" in problems("recipe=tiny", "optimizer.min_lr=${optimizer.lx}")["optimizer.min_lr"].reason
+        assert "optimizer.lx" in problems("recipe=tiny", "optimizer.eps=${optimizer.lx}")["optimizer.eps"].reason
 
     def test_a_reference_in_a_circle(self) -> None:
         found = problems("recipe=tiny", "train.steps=${train.seed}", "train.seed=${train.steps}")

@@ -213,12 +213,11 @@ def test_a_constant_rate_may_be_below_the_recipes_minimum(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("flags", "reasons"),
     [
-        ("--position-embedding-type learned_absolute", ["--position-embedding-type learned_absolute: canzona's"]),
-        ("--normalization LayerNorm", ["--normalization LayerNorm: canzona's models have RMSNorm"]),
-        ("--num-experts 8", ["of models with experts, canzona trains only those with --qk-layernorm"]),
+        ("--position-embedding-type none", ["--position-embedding-type none: canzona's"]),
+        ("--squared-relu", ["--squared-relu: canzona's layers without a gate have GELU"]),
         (
-            "--num-experts 8 --qk-layernorm --moe-shared-expert-intermediate-size 2048",
-            ["canzona trains no shared experts"],
+            "--num-experts 8 --moe-shared-expert-intermediate-size 2048 --moe-shared-expert-gate",
+            ["--moe-shared-expert-gate: canzona's shared experts have no gate"],
         ),
     ],
 )
@@ -228,6 +227,26 @@ def test_what_only_megatrons_loop_trains_is_planned_with_the_reason(
     run = read(tmp_path, f"{SMALL} {flags}")
     assert [each[: len(reason)] for each, reason in zip(run.plans_only, reasons, strict=True)] == reasons
     assert config_of(run).model.shared_ffn_hidden_size == (2048 if "shared" in flags else 0)
+
+
+def test_parts_of_gpt2_are_read_from_flags(tmp_path: Path) -> None:
+    parts: dict[str, dict[str, bool | int]] = {
+        "--normalization LayerNorm": {"layernorm": True},
+        "--position-embedding-type learned_absolute --max-position-embeddings 8192": {"positions": 8192},
+        "--num-experts 8": {},
+    }
+    for flags, expected in parts.items():
+        run = read(tmp_path, f"{SMALL} {flags}")
+        assert (config_of(run).model.parts_of_gpt2, run.plans_only) == (expected, ())
+        assert ("model.rope_base" in run.overrides) is ("positions" not in expected), "it would have no effect"
+    classic = SMALL.replace("--swiglu", "").replace("--disable-bias-linear", "")
+    run = read(tmp_path, f"{classic} --normalization LayerNorm")
+    assert config_of(run).model.parts_of_gpt2 == {"gated": False, "layernorm": True, "biases": True}
+    command = run.command(config_of(run), ())
+    assert {"model.gated=false", "model.layernorm=true", "model.biases=true"} <= {*command}
+    assert read(tmp_path, f"{classic} --num-experts 8").plans_only == (
+        "canzona trains experts only with --disable-bias-linear",
+    )
 
 
 def test_what_canzona_leaves_out_is_listed_with_its_value(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def test_a_recipe_may_have_a_learning_rate_for_each_optimizer() -> None:
     assert rates() == (0.005, 0.0005)
     assert rates("optimizer=soap") == (0.001, 0.0001)
     assert rates("optimizer=soap", "optimizer.lr=0.004") == (0.004, 0.0004)
-    assert rates("optimizer=soap", "optimizer.min_lr=0.0005") == (0.001, 0.0005)
+    assert rates("optimizer=soap", "optimizer.min_lr_ratio=0.5") == (0.001, 0.0005)
     assert rates("optimizer=normuon", "optimizer.lrs={normuon:0.003}") == (0.003, 0.0003)
     assert rates("optimizer.lr=0.004", "optimizer.lrs={muon:0.003}") == (0.004, 0.0004)
     with pytest.raises(ConfigError, match=r"optimizer\.lrs"):
@@ -56,7 +56,7 @@ def test_a_custom_optimizer_begins_with_the_rate_of_adamw_unless_it_has_one_itse
     [
         ("", (0.001, 0.0001)),
         ("optimizer.lr=0.004", (0.004, 0.0004)),
-        ("optimizer.lr=0.003 optimizer.min_lr=0.001", (0.003, 0.001)),
+        ("optimizer.lr=0.003 optimizer.min_lr_ratio=0.5", (0.003, 0.0015)),
     ],
 )
 def test_a_short_recipe_is_as_good_as_overrides(overrides: str, rates: tuple[float, float], tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_adamw_has_the_rates_of_matrices_unless_they_are_set_apart() -> None:
     assert _adamw() == (0.005, 0.0005, 0.1)
     assert _adamw("optimizer=soap", "optimizer.lr=0.004") == (0.004, 0.0004, 0.1)
     assert _adamw("optimizer.adamw_lr=0.001") == pytest.approx((0.001, 0.0001, 0.1))
-    assert _adamw("optimizer.adamw_lr=0.001", "optimizer.min_lr=0.0025") == (0.001, 0.0005, 0.1)
+    assert _adamw("optimizer.adamw_lr=0.001", "optimizer.min_lr_ratio=0.5") == (0.001, 0.0005, 0.1)
     assert _adamw("optimizer.adamw_lr_ratio=0.2", "optimizer.lr=0.004") == (0.0008, 0.00008, 0.1)
     assert _adamw("optimizer.adamw_weight_decay=0") == (0.005, 0.0005, 0.0)
     with pytest.raises(ConfigError, match="keep one"):
@@ -128,7 +128,6 @@ def test_a_resumed_run_says_what_became_of_both_rates() -> None:
     assert [line.partition(" now")[0] for line in changes(old, new, step=5).warnings] == [
         "optimizer.adamw_lr is 0.0008",
         "optimizer.lr is 0.004",
-        "optimizer.min_lr is 0.0004",
     ]
     assert changes(alone, old, step=5).warnings == ("optimizer.adamw_lr is 0.001 now; up to step 5 it was null",)
 

@@ -184,7 +184,8 @@ def test_a_name_of_another_program_is_answered_with_a_setting_that_exists(name: 
     assert key in settings() or key in GROUPS
     ours = {setting.rpartition(".")[2] for setting in settings()} - {"resume"}  # of a checkpoint, which names its run
     assert name not in ours
-    assert unknown_key(name, "1").fix == f"did you mean {key}?"
+    value = f"={name}" if name in ("wsd", "cosine") else ""
+    assert unknown_key(name, "1").fix == f"did you mean {key}{value}?"
 
 
 @pytest.mark.parametrize(
@@ -198,12 +199,22 @@ def test_a_name_of_another_program_is_answered_with_a_setting_that_exists(name: 
         ("bf16", "train.precision=bf16"),
         ("num_train_epochs", "train.steps=N"),
         ("fsdp.cpu_offload", "does not have FSDP"),
+        ("betas", "optimizer.beta1=B1 optimizer.beta2=B2"),
+        ("optimizer.adam_betas", "optimizer.beta1=B1 optimizer.beta2=B2"),
+        ("grad_accum_steps", "train.global_batch_size"),
+        ("warmup_fraction", "schedule.warmup_steps=N"),
+        ("use_flash_attn", "attention follows from the layers"),
     ],
 )
 def test_what_canzona_does_not_have_is_said(key: str, words: str) -> None:
     problem = unknown_key(key, "1")
     assert words in f"{problem.reason}; {problem.fix}"
     assert "did you mean" not in problem.fix
+
+
+@pytest.mark.parametrize(("key", "value"), [("schedule.type", "wsd"), ("lr_scheduler", "wsd"), ("wsd", "true")])
+def test_a_hint_has_the_value_where_the_setting_takes_it(key: str, value: str) -> None:
+    assert unknown_key(key, value).fix == "did you mean schedule.decay=wsd?"
 
 
 @pytest.mark.parametrize("far", ["flavour", "parallel.tensors", "attention_backend", "hub_id"])

@@ -23,19 +23,25 @@ from canzona_cli.data.prepare import PrepareRequest, prepare
 from canzona_cli.data.sidecar import saved_tokenizer_path, sidecar_path
 from canzona_cli.data.sources import stdlib_sources
 from canzona_cli.records.corpus import supply
+from canzona_cli.records.files import cache_root
 from tests.refusals import refused
 from tests.waiting import PATIENCE_S
 
 
-def config(tmp_path: Path, *overrides: str) -> RunConfig:
-    return compose_run(["recipe=qwen3-tiny", f"data.cache_dir={tmp_path / 'cache'}", *overrides]).config
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CANZONA_CACHE", str(tmp_path / "cache"))
+
+
+def config(*overrides: str) -> RunConfig:
+    return compose_run(["recipe=qwen3-tiny", *overrides]).config
 
 
 def prepared(tmp_path: Path, text: str, *overrides: str) -> tuple[RunConfig, BuiltPair]:
     (tmp_path / "in.txt").write_text(text, encoding="utf-8")
     request = PrepareRequest(inputs=(str(tmp_path / "in.txt"),), output=str(tmp_path / "p"), document="line")
     built = prepare(request, lambda progress: None)
-    return config(tmp_path, "data=prepared", f"data.path={tmp_path / 'p'}", *overrides), built
+    return config("data=prepared", f"data.path={tmp_path / 'p'}", *overrides), built
 
 
 def problems(run: RunConfig) -> dict[str, str]:
@@ -47,7 +53,7 @@ LONG = "".join(f"line {i} of a text that is long enough to train and to validate
 
 def test_the_built_in_corpus_is_made_once_then_found(tmp_path: Path) -> None:
     told: list[tuple[str, float]] = []
-    first = ensure_corpus(config(tmp_path), lambda what, share: told.append((what, share)))
+    first = ensure_corpus(config(), lambda what, share: told.append((what, share)))
     stamp = bin_path(first.prefix).stat().st_mtime_ns
     assert first.tokens == bin_path(first.prefix).stat().st_size // 2 > 5_000_000
     assert first.tokens == sum(source.size or 0 for source in stdlib_sources()) + first.documents
@@ -55,7 +61,7 @@ def test_the_built_in_corpus_is_made_once_then_found(tmp_path: Path) -> None:
     assert first.train_tokens + first.validation_tokens == first.tokens
     assert 0.005 < first.validation_tokens / first.tokens < 0.05
     # What is said of it before it is made; Python's versions differ in size.
-    run = config(tmp_path)
+    run = config()
     layout = resolve(run)[1]
     guess, fact = supply(run, layout), supply(run, layout, first)
     assert guess is not None
@@ -63,50 +69,44 @@ def test_the_built_in_corpus_is_made_once_then_found(tmp_path: Path) -> None:
     assert guess.available == pytest.approx(fact.available, rel=0.25)
     assert told
     assert all(0 <= share <= 1 for _, share in told)
-    assert ensure_corpus(config(tmp_path)) == first
+    assert ensure_corpus(config()) == first
     assert bin_path(first.prefix).stat().st_mtime_ns == stamp
     assert not [path for path in first.prefix.parent.iterdir() if path.name.startswith(".")]
 
     # Damage in the cache is ours to mend, and the result is the same.
     content = bin_path(first.prefix).read_bytes()
     bin_path(first.prefix).write_bytes(content[:1000])
-    assert ensure_corpus(config(tmp_path)) == first
+    assert ensure_corpus(config()) == first
     assert bin_path(first.prefix).read_bytes() == content
 
 
-def _tokens_and_told(root: Path) -> tuple[int, set[str]]:
+def _tokens_and_told(_: int) -> tuple[int, set[str]]:
     told: set[str] = set()
-    corpus = ensure_corpus(config(root), lambda what, share: told.add(what.split()[0]))
+    corpus = ensure_corpus(config(), lambda what, share: told.add(what.split()[0]))
     return corpus.tokens, told
 
 
 def test_two_runs_at_once_share_one_preparation(tmp_path: Path) -> None:
     with ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as pool:
-        runs = [*pool.map(_tokens_and_told, [tmp_path] * 2, timeout=PATIENCE_S)]
+        runs = [*pool.map(_tokens_and_told, range(2), timeout=PATIENCE_S)]
     assert len({tokens for tokens, _ in runs}) == 1
     assert ["tokenising" in told for _, told in runs].count(True) == 1
     folder = tmp_path / "cache" / "corpora"
     assert sorted(path.suffix for path in folder.iterdir()) == [".bin", ".idx", ".json"]
 
 
-def test_the_cache_is_where_the_setting_the_variable_or_the_home_say(
-    tmp_path: Path, corpus_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bare = compose_run(["recipe=qwen3-tiny"]).config
-    assert bare.data.cache_root == corpus_cache, "tests write into the user's own"
+def test_the_cache_is_where_the_variable_or_the_home_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache_root() == tmp_path / "cache"
     monkeypatch.delenv("CANZONA_CACHE")
-    assert bare.data.cache_root == Path.home() / ".cache" / "canzona"
-    monkeypatch.setenv("CANZONA_CACHE", str(tmp_path))
-    assert bare.data.cache_root == tmp_path
-    assert config(tmp_path).data.cache_root == tmp_path / "cache"
+    assert cache_root() == Path.home() / ".cache" / "canzona"
 
 
 def test_a_cache_that_cannot_be_made_is_an_environment_problem(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where the folder should be")
     with pytest.raises(EnvironmentProblem) as caught:
-        ensure_corpus(config(tmp_path))
-    assert caught.value.problems[0].key == "data.cache_dir"
-    assert "CANZONA_CACHE" in caught.value.problems[0].fix
+        ensure_corpus(config())
+    assert caught.value.problems[0].key == "CANZONA_CACHE"
+    assert "CANZONA_CACHE=FOLDER" in caught.value.problems[0].fix
 
 
 def test_prepared_data_comes_with_what_its_sidecar_says(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_split_that_is_too_short_is_told_with_its_size(tmp_path: Path) -> None
 
 
 def prepared_again(tmp_path: Path, share: float) -> RunConfig:
-    return config(tmp_path, "data=prepared", f"data.path={tmp_path / 'p'}", f"data.validation_fraction={share}")
+    return config("data=prepared", f"data.path={tmp_path / 'p'}", f"data.validation_fraction={share}")
 
 
 def test_without_validation_all_tokens_train(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_damaged_tokenizer_is_told_with_its_file(tmp_path: Path) -> None:
 
 
 def test_missing_and_damaged_data_are_told(tmp_path: Path) -> None:
-    assert "no such file" in problems(config(tmp_path, "data=prepared", f"data.path={tmp_path}/none"))["data.path"]
+    assert "no such file" in problems(config("data=prepared", f"data.path={tmp_path}/none"))["data.path"]
     run, built = prepared(tmp_path, LONG)
     idx_path(built.prefix).write_bytes(b"")
     assert "empty" in problems(run)["data.path"]
@@ -236,7 +236,7 @@ def test_a_validation_set_of_its_own_takes_no_documents_from_training(tmp_path: 
 
 def test_what_is_no_validation_set_is_refused_with_its_reason(tmp_path: Path) -> None:
     def reason(name: str, *overrides: str) -> str:
-        run = config(tmp_path, f"data.path={tmp_path / 'p'}", f"data.validation={tmp_path / name}", *overrides)
+        run = config(f"data.path={tmp_path / 'p'}", f"data.validation={tmp_path / name}", *overrides)
         found = problems(run)
         assert [*found] == ["data.validation"]
         return found["data.validation"]
@@ -261,9 +261,9 @@ def test_what_is_no_validation_set_is_refused_with_its_reason(tmp_path: Path) ->
     assert f"has the same contents as {tmp_path / 'p'}, which is trained on" in reason("copy")
     assert "the same id means different text" in reason("words")
     assert "has 13 tokens, but a sample needs 257" in reason("short")
-    ensure_corpus(config(tmp_path, f"data.path={tmp_path / 'p'}", f"data.validation={tmp_path / 'short'}",
+    ensure_corpus(config(f"data.path={tmp_path / 'p'}", f"data.validation={tmp_path / 'short'}",
                          "train.eval_interval=0"))  # fmt: skip
-    both = refused(ensure_corpus, config(tmp_path, f"data.path={tmp_path / 'x'}", f"data.validation={tmp_path / 'y'}"))
+    both = refused(ensure_corpus, config(f"data.path={tmp_path / 'x'}", f"data.validation={tmp_path / 'y'}"))
     assert {problem.key for problem in both} == {"data.path", "data.validation"}
     (tmp_path / "short.idx").rename(tmp_path / "short_document.idx")
     assert f"did you mean data.validation={tmp_path / 'short_document'}?" in reason("short")
@@ -272,5 +272,5 @@ def test_what_is_no_validation_set_is_refused_with_its_reason(tmp_path: Path) ->
         assert [(problem.key, problem.reason) for problem in found] == [("data.validation", "is trained on too")]
     sidecar = json.loads(sidecar_path(tmp_path / "copy").read_text()) | {"max_token_id": 999}
     sidecar_path(tmp_path / "copy").write_text(json.dumps(sidecar))
-    large = config(tmp_path, f"data.path={tmp_path / 'p'}", f"data.validation={tmp_path / 'copy'}")
+    large = config(f"data.path={tmp_path / 'p'}", f"data.validation={tmp_path / 'copy'}")
     assert f"{tmp_path / 'copy'}.bin" in problems(large)["model.vocab_size"]

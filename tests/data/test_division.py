@@ -20,13 +20,13 @@ def texts(count: int, seed: int = 0) -> list[Document]:
     return [[[draw.randrange(256) for _ in range(draw.randint(4, 20))]] for _ in range(count)]
 
 
-def of_share(share: float, folder: Path) -> DataConfig:
-    return DataConfig(source="prepared", validation_fraction=share, cache_dir=str(folder / "cache"))
+def of_share(share: float) -> DataConfig:
+    return DataConfig(source="prepared", validation_fraction=share)
 
 
 def drawn_by_us(folder: Path, documents: Sequence[Document], share: float) -> Mask:
     pair = inspect_pair(write(folder / "p", documents))
-    return held_out(pair, "drawn", of_share(share, folder))
+    return held_out(pair, "drawn", of_share(share))
 
 
 def test_the_rule_is_the_hash_of_the_tokens_and_the_share_is_within_its_spread(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_the_rule_is_the_hash_of_the_tokens_and_the_share_is_within_its_spread(t
         assert abs(found.sum() - 4000 * share) < 4 * (4000 * share * (1 - share)) ** 0.5
         assert (found >= earlier).all(), "a larger share holds out the documents of a smaller one"
         earlier = found
-        pair, settings = inspect_pair(tmp_path / "p"), of_share(share, tmp_path)
+        pair, settings = inspect_pair(tmp_path / "p"), of_share(share)
         held = int(pair.lengths[found].sum())
         assert split_tokens(pair, "drawn", settings) == (pair.tokens - held, held)
         own_set = replace(settings, validation="elsewhere")
@@ -51,7 +51,7 @@ def test_sorted_documents_are_held_out_of_each_kind(tmp_path: Path) -> None:
     kinds = np.array([document[0][0] for document in documents])
     found = drawn_by_us(tmp_path, documents, 0.05)
     assert abs((kinds[found] == 2).mean() - 0.1) < 4 * (0.1 * 0.9 / found.sum()) ** 0.5
-    last = held_out(inspect_pair(tmp_path / "p"), "tail", of_share(0.05, tmp_path))
+    last = held_out(inspect_pair(tmp_path / "p"), "tail", of_share(0.05))
     assert {*kinds[last].tolist()} == {2}
 
 
@@ -84,8 +84,9 @@ def test_neither_side_is_empty_unless_all_documents_are_equal(tmp_path: Path, sh
     assert not drawn_by_us(tmp_path, texts(5), 0.0).any(), "nothing is held out with a share of 0"
 
 
-def test_tokens_are_read_once_and_again_when_they_change(tmp_path: Path) -> None:
-    pair, settings = inspect_pair(write(tmp_path / "p", texts(20))), of_share(0.3, tmp_path)
+def test_tokens_are_read_once_and_again_when_they_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CANZONA_CACHE", str(tmp_path / "cache"))
+    pair, settings = inspect_pair(write(tmp_path / "p", texts(20))), of_share(0.3)
     said: list[str] = []
     for times in (1, 1):
         held_out(pair, "drawn", settings, lambda what, share: said.append(what))

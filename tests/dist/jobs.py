@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 from canzona_cli.config import resolve as config_resolve
 from canzona_cli.config.compose import compose_run
@@ -59,9 +58,9 @@ def _resolved(overrides: tuple[str, ...]) -> tuple[RunConfig, Layout]:
     return config_resolve.resolve(compose_run(list(overrides)).config)
 
 
-def prepare(cache: Path, *overrides: str) -> tuple[RunConfig, Layout, PreparedCorpus]:
+def prepare(*overrides: str) -> tuple[RunConfig, Layout, PreparedCorpus]:
     """Prepares a run of `SMALL` as its launcher does, before workers start."""
-    config, layout = resolve(*SMALL, f"data.cache_dir={cache}", *overrides)
+    config, layout = resolve(*SMALL, *overrides)
     return config, layout, ensure_corpus(config)
 
 

@@ -60,7 +60,7 @@ def running(lined: LineUp, chosen: Configs, world: World) -> dict[str, RunningSt
 
 
 def held(lined: LineUp, chosen: Configs) -> dict[str, Samples]:
-    """A whole sitting of these strategies; what rank 0 gathered."""
+    """A whole bench of these strategies; what rank 0 gathered."""
     order = tuple(strategy.name for strategy in lined.strategies if strategy.name in chosen)
     turns = Turns(names=order, rounds=ROUNDS, steps_per_turn=STEPS)
 
@@ -94,7 +94,7 @@ def result_of(lined: LineUp, found: Mapping[str, Samples]) -> BenchResult:
         )
         for strategy in lined.strategies
     }
-    return replace(result, strategies=strategies, references=(strategies["canzona"].measured,))
+    return replace(result, strategies=strategies)
 
 
 def test_turns_change_nothing_of_what_a_strategy_learns(lined: LineUp, together: dict[str, Samples]) -> None:

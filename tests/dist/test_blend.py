@@ -74,7 +74,7 @@ def _seen() -> list[Seen]:
         )
         # Whole numbers: what counts is their relation.
         ten_times = {name: round(10 * weight) for name, weight in WEIGHTS.items()}
-        config, layout, corpus = jobs.prepare(folder / "cache", "gpus=2", *more, *blend(folder, ten_times))
+        config, layout, corpus = jobs.prepare("gpus=2", *more, *blend(folder, ten_times))
         files = RunFiles(folder / "run")
         files.root.mkdir()
         files.config.write_text(dump_resolved(config))
@@ -147,7 +147,7 @@ def test_what_is_prepared_anew_in_the_same_place_is_what_the_next_run_reads(tmp_
             inputs=(str(tmp_path / "in"),), output=str(tmp_path / "p"), document="line", overwrite=True
         )
         prepare(request, lambda _: None)
-        config, _, corpus = jobs.prepare(tmp_path / "cache", "gpus=1", "data=prepared", f"data.path={tmp_path / 'p'}")
+        config, _, corpus = jobs.prepare("gpus=1", "data=prepared", f"data.path={tmp_path / 'p'}")
         samples = build_datasets(config, corpus, cache=tmp_path / "indices").train
         found.append(samples[0]["tokens"].tolist())
     assert found[1].count(ord("a")) > 60
@@ -155,7 +155,7 @@ def test_what_is_prepared_anew_in_the_same_place_is_what_the_next_run_reads(tmp_
 
 def test_what_makes_no_blend_is_told_at_once(tmp_path: Path) -> None:
     sets_in(tmp_path)
-    run = ("recipe=qwen3-tiny", f"data.cache_dir={tmp_path / 'cache'}", "train.seq_length=64")
+    run = ("recipe=qwen3-tiny", "train.seq_length=64")
     corpus = ensure_corpus(compose_run([*run, *blend(tmp_path, {"a": 7, "b": 3})]).config)
     assert [(one.name, one.share) for one in corpus.sets] == [("a", 0.7), ("b", 0.3)]
 
@@ -193,11 +193,11 @@ def test_what_makes_no_blend_is_told_at_once(tmp_path: Path) -> None:
         compose_run([*run, *blend(tmp_path, {"a": 1}), "data.path=elsewhere"])
 
 
-def test_a_cache_that_becomes_full_is_named_with_its_setting_by_every_rank(tmp_path: Path) -> None:
+def test_a_cache_that_becomes_full_is_named_with_its_variable_by_every_rank(tmp_path: Path) -> None:
     """Megatron's index of samples does not fit any more; nothing of it stays, and it fits once there is room."""
     sets_in(tmp_path)
     run = ("gpus=2", "train.steps=200", *blend(tmp_path, {"a": 1, "b": 1}))
-    config, layout, corpus = jobs.prepare(tmp_path / "cache", *run)
+    config, layout, corpus = jobs.prepare(*run)
     cache = tmp_path / "indices"
 
     def work(_: int, world: World) -> tuple[int, str, list[str], int]:
@@ -212,6 +212,6 @@ def test_a_cache_that_becomes_full_is_named_with_its_setting_by_every_rank(tmp_p
 
     for code, said, left, samples in jobs.on_ranks({0: (config, layout)}, work)[0]:
         assert (code, left) == (3, [])
-        assert said.startswith("data.cache_dir: the index of samples cannot be written: No space left")
+        assert said.startswith("CANZONA_CACHE: the index of samples cannot be written: No space left")
         assert "make room there" in said
         assert samples >= 200 * layout.global_batch_size

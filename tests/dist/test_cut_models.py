@@ -28,7 +28,6 @@ STEPS = 2
 SMALL = ("model.num_layers=4", "model.hidden_size=32", "model.ffn_hidden_size=96", "train.seq_length=32")
 LAYOUTS = {
     "one rank": ("gpus=1", "train.micro_batch_size=4"),
-    "cp2": ("gpus=2", "parallel.cp=2", "train.micro_batch_size=4"),
     "sp tp2": ("gpus=2", "parallel.tp=2", "parallel.sequence_parallel=true", "train.micro_batch_size=4"),
     "cp2 tp2": ("gpus=4", "parallel.cp=2", "parallel.tp=2", "train.micro_batch_size=4"),
     "one rank, of chunks": (*SMALL, "gpus=1"),
@@ -45,7 +44,6 @@ SETTINGS = {
 Run = tuple[str, str]
 """A layout and settings."""
 COMPARED: dict[Run, str] = {
-    ("cp2", "muon"): "one rank",
     ("sp tp2", "muon"): "one rank",
     ("cp2 tp2", "muon"): "one rank",
     ("pp2 vpp2", "muon unclipped"): "one rank, of chunks",

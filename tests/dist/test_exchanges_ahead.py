@@ -23,7 +23,7 @@ RUNS = {
     "soap": ("optimizer=soap",),
     "shared": ("optimizer=muon", "optimizer.form=gram", "engine.mode=shared"),
 }
-STEPS, BAD = 4, 1
+STEPS, BAD = 3, 1
 
 
 class Case(NamedTuple):

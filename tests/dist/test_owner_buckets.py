@@ -119,7 +119,6 @@ def _two_steps(config: RunConfig, world: World, plan: Plan, roundings: int | Non
 
 CASES: dict[str, Case] = {
     "owner, reduce": Case(settings=("gpus=2",), reduction="reduce"),
-    "contiguous, ring": Case(settings=("gpus=2", "engine=paper"), reduction="ring"),
     "not overlapped": Case(settings=("gpus=2", *APART), reduction="ring"),
     "padded": Case(settings=("gpus=2", "model.hidden_size=36", "model.ffn_hidden_size=108"), reduction="ring"),
     **{
@@ -128,13 +127,12 @@ CASES: dict[str, Case] = {
         )
         for way in WAYS
     },
-    **{f"a communicator of their own, {way}": Case(settings=("gpus=2",), reduction=way, apart=True) for way in WAYS},
+    "a communicator of their own": Case(settings=("gpus=2",), reduction="ring", apart=True),
     # gloo adds bf16, too: three additions of four numbers.
     **{f"four, {way} in bf16": Case(settings=("gpus=4", *BF16), reduction=way, roundings=3) for way in WAYS},
     "one owner": Case(settings=("gpus=2", "parallel.tp=2"), reduction="reduce"),
     "heads": Case(settings=("gpus=4", "parallel.tp=2", "engine.splitting=per_head"), reduction="ring"),
     "a tied embedding on two stages": Case(settings=("gpus=4", "parallel.pp=2"), reduction="reduce"),
-    "untied": Case(settings=("gpus=4", "parallel.pp=2", "model.tied_embeddings=false"), reduction="ring"),
 }
 
 

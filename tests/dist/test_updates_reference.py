@@ -186,7 +186,7 @@ TP2_DP2 = ("gpus=4", "parallel.tp=2", "parallel.pp=1")
 Settings = tuple[str, ...]
 # A rate and a weight decay of their own for embeddings and norms, whose schedule is that of the matrices.
 APART = (
-    *("train.steps=5", "optimizer.adamw_lr=0.003", "optimizer.adamw_weight_decay=0.05"),
+    *("train.steps=3", "optimizer.adamw_lr=0.003", "optimizer.adamw_weight_decay=0.05"),
     *("schedule.decay=linear", "schedule.decay_steps=8", "optimizer.min_lr_ratio=0.1"),
 )
 ADAMW: dict[str, Settings] = {
@@ -205,17 +205,11 @@ MUON: dict[str, Settings] = {
         *(*SC, "gpus=2", "parallel.tp=1", "parallel.pp=2", "optimizer.nesterov=false", "optimizer.coefficients=simple"),
     ),
     "canzona's, tp2 dp2": ("optimizer=muon", "engine.strategy=canzona", *TP2_DP2, "train.micro_batch_size=4"),
-    "canzona's, tp2 pp2": (
-        *("optimizer=muon", "engine.strategy=canzona", "train.micro_batch_size=4"),
-        *("gpus=4", "parallel.tp=2", "parallel.pp=2"),
-    ),
 }
 TWO_RATES: dict[str, tuple[Settings, Callable[[Parameters, RunConfig], Update]]] = {
     "adamw, dp2": (("optimizer=adamw", "gpus=2", "parallel.tp=1", "parallel.pp=1", *APART), _adamw),
-    "adamw, tp2": (("optimizer=adamw", "gpus=2", "parallel.tp=2", "parallel.pp=1", *APART), _adamw),
     "Megatron's Muon, tp2": ((*SC, "gpus=2", "parallel.tp=2", "parallel.pp=1", *APART), _muon),
     "Muon, dp2": (("optimizer=muon", "gpus=2", "parallel.tp=1", "parallel.pp=1", *APART), _muon),
-    "Muon, tp2": (("optimizer=muon", "gpus=2", "parallel.tp=2", "parallel.pp=1", *APART), _muon),
 }
 
 

@@ -109,14 +109,15 @@ def assemble(parts: Sequence[Part], shape: ModelConfig) -> Weights:
 
 
 def _canonical(name: str, fragments: Sequence[Fragment], shape: ModelConfig) -> Weights:
-    """One Megatron parameter, whole, as the one to three Hugging Face weights it stands for."""
+    """One Megatron parameter, whole, as the one to three Hugging Face weights it stands for; learned positions and most
+    biases under Megatron's name."""
     pieces = [torch.from_numpy(fragment.values) for fragment in fragments]
     cut = fragments[0].cut
     key = _hugging_face_name(name, shape)
     if cut is None:
         assert all(torch.equal(pieces[0], piece) for piece in pieces), f"{name} differs between tp ranks"
         pieces, cut = pieces[:1], 0
-    if "linear_fc1.weight" in name:
+    if re.search(r"linear_fc1\.(weight|bias)", name) and shape.gated:
         # Each rank holds [gate_r; up_r].
         gates, ups = zip(*(piece.chunk(2) for piece in pieces), strict=True)
         return {key: torch.cat(gates), key.replace("gate", "up"): torch.cat(ups)}
@@ -144,11 +145,14 @@ def _hugging_face_name(name: str, shape: ModelConfig) -> str:
         "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
         "mlp.router.weight": "mlp.gate.weight",
         "mlp.linear_fc1.weight": "mlp.gate_proj.weight",
+        "mlp.linear_fc1.bias": "mlp.gate_proj.bias",
         "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+        "mlp.shared_experts.linear_fc1.weight": "mlp.shared_expert.gate_proj.weight",
+        "mlp.shared_experts.linear_fc2.weight": "mlp.shared_expert.down_proj.weight",
     }
     if not name.startswith("decoder.layers."):
-        return names[name]
+        return names.get(name, name)
     _, _, layer, rest = name.split(".", 3)
     if expert := re.fullmatch(r"mlp\.experts\.linear_fc([12])\.weight(\d+)", rest):
         return f"model.layers.{layer}.mlp.experts.{expert[2]}.{'gate' if expert[1] == '1' else 'down'}_proj.weight"
-    return f"model.layers.{layer}.{names[rest]}"
+    return f"model.layers.{layer}.{names.get(rest, rest)}"

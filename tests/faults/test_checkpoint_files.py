@@ -172,7 +172,8 @@ OUTCOMES: dict[str, list[list[int] | None]] = {
 
 
 @pytest.mark.parametrize(
-    "scenario", [pytest.param(name, marks=[pytest.mark.sweep] if name == "save again" else []) for name in OUTCOMES]
+    "scenario",
+    ["save", "removal", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("first save", "save again"))],
 )
 def test_a_process_killed_at_any_call_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path, scenario: str) -> None:
     done = ran(sys.executable, "-m", "tests.faults.kill_points", str(tmp_path), scenario)

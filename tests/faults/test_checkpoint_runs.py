@@ -11,6 +11,7 @@ from canzona_cli.training.data import Batch
 from tests.faults.disks import small_disk
 from tests.faults.forked import forked_run
 
+TWO = ("gpus=2", "parallel.tp=1")
 LEFT = 256 << 10
 """Bytes: room for what a run says, and for no checkpoint."""
 
@@ -34,7 +35,7 @@ def test_a_disk_that_fills_costs_the_saves_it_has_no_room_for_and_the_run_says_s
 
         # Each save is over when the next step begins, so that it is known what finds the disk full.
         settings = ("train.steps=6", "checkpoint.every_steps=2", "checkpoint.asynchronous=false")
-        outcome = forked_run(disk / "run", *settings, spoil=fill)
+        outcome = forked_run(disk / "run", *TWO, *settings, spoil=fill)
         assert (outcome.status, outcome.exit_code) == ("failed", 3)
         (problem,) = outcome.problems
         said = "No space left on device" if mounted else "File too large"
@@ -45,7 +46,7 @@ def test_a_disk_that_fills_costs_the_saves_it_has_no_room_for_and_the_run_says_s
         assert verify(store.root / "step-00000002")[1] == []
         # Its weights are good for a run of another kind, elsewhere.
         settings = ("train.steps=1", "optimizer=adamw", "checkpoint.at_end=false")
-        begun = forked_run(tmp_path / "begun", *settings, f"checkpoint.weights_from={disk / 'run'}")
+        begun = forked_run(tmp_path / "begun", *TWO, *settings, f"checkpoint.weights_from={disk / 'run'}")
         assert (begun.status, begun.exit_code) == ("done", 0)
         (first, *_), (only,) = (JsonLines(root / "metrics.jsonl").read() for root in (disk / "run", tmp_path / "begun"))
         assert (only["step"], only["tokens"]) == (1, first["tokens"])

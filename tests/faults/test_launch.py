@@ -4,14 +4,10 @@ import signal
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
-from canzona_cli.core.errors import ConfigError
-from canzona_cli.launch.run_dir import RunDirectory
-from canzona_cli.launch.torchrun import LOOPBACK_BACKEND
 from tests.checkpoint.checkpoints import save
-from tests.faults.support import LaunchedRun, alive, run_config
+from tests.faults.support import LaunchedRun, alive
 
 
 @pytest.mark.sweep  # workers that torchrun starts: seconds of imports each
@@ -25,34 +21,6 @@ def test_a_rank_that_raises_is_the_one_reported_not_its_neighbour_that_lost_the_
     assert result["message"] == "rank 1: ValueError: the loss is not finite"
     assert Path(str(result["log"])).parts[-2:] == ("1", "stderr.log")
     assert "in train" in output, "the end of the traceback is missing"
-
-
-def test_one_ctrl_c_stops_after_a_step_and_nothing_listened_beyond_this_machine(tmp_path: Path) -> None:
-    with LaunchedRun(tmp_path / "run", "endless") as run:
-        run.wait_for_steps(2)
-        family = run.family()
-        assert len(family) == 3, "torchrun and two workers"
-        assert {p.name() for p in family} >= {"rank 0", "rank 1"}
-
-        # Installed, as by `make test`, canzona's rendezvous listens on 127.0.0.1; torchrun's own listens everywhere.
-        assert LOOPBACK_BACKEND in run.files.command.read_text(), "canzona is not installed here: `make setup`"
-        listening = [c.laddr.ip for p in family for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
-        assert listening, "torchrun's store listens somewhere"
-        assert set(listening) == {"127.0.0.1"}
-
-        with pytest.raises(ConfigError, match="already") as refused:
-            RunDirectory.create(run_config(run_dir=run.files.root))
-        assert "unfinished or still running" in refused.value.problems[0].reason
-
-        run.process.send_signal(signal.SIGINT)
-        code, output = run.finish()
-    assert code == 130, output
-    assert "stopping after this step, 60 s at most (press Ctrl-C again to stop at once)" in output
-    assert not alive(family)
-    assert [run.record(rank)["status"] for rank in range(2)] == ["interrupted", "interrupted"]
-    result = run.result()
-    assert (result["status"], result["exit_code"]) == ("interrupted", 130)
-    assert result["step"] == run.steps, "a step was lost"
 
 
 def test_a_second_ctrl_c_ends_everything_at_once(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The fate of a run of four ranks when one of its processes dies or never starts."""
+"""The fate of a run of three ranks when one of its processes dies or never starts."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ import pytest
 
 from tests.faults.support import LaunchedRun, alive
 
-RANKS = 4
+RANKS = 3
 
 
 def launch(folder: Path, behaviour: str = "endless", *, hang_timeout_s: float = 0) -> LaunchedRun:
@@ -48,7 +48,7 @@ def test_a_killed_launcher_takes_every_process_along(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_never_starts_is_named(tmp_path: Path) -> None:
-    with launch(tmp_path, "absent", hang_timeout_s=8) as run:
+    with launch(tmp_path, "absent", hang_timeout_s=5) as run:
         run.wait_for(lambda: len(run.family()) == RANKS + 1, "all workers")
         family = run.family()
         code, output = run.finish()

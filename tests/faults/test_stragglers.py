@@ -24,7 +24,7 @@ from canzona_cli.training.step import train_step
 from tests.dist.jobs import build, prepare
 from tests.dist.ranks import run_ranks
 
-WINDOW = 6
+WINDOW = 4
 
 
 def train_with_a_slow_rank(
@@ -33,7 +33,7 @@ def train_with_a_slow_rank(
     """(own, waited) seconds of this rank's steps, and how long the slow one sleeps in each of its forward passes: as
     long as all of a step took at first. Rank 0 writes the run's events."""
     rank = int(os.environ["RANK"])
-    config, layout, corpus = prepare(cache, *overrides)
+    config, layout, corpus = prepare(*overrides)
     trainee = build(config, layout)
     count_host_waits(trainee.timer)
     measure.WINDOW = WINDOW  # type: ignore[misc]
@@ -58,7 +58,7 @@ def train_with_a_slow_rank(
 @pytest.mark.parametrize(("tp", "slow"), [(1, 2), pytest.param(2, 3, marks=pytest.mark.sweep)])
 def test_a_slow_rank_is_named_once_and_by_the_breakdown(corpus_cache: Path, tmp_path: Path, tp: int, slow: int) -> None:
     overrides = ("gpus=4", f"parallel.tp={tp}", f"train.steps={2 * WINDOW + 3}", "train.batch_tokens=512")
-    config, layout, _ = prepare(corpus_cache, *overrides)
+    config, layout, _ = prepare(*overrides)
     ranks = run_ranks(4, partial(train_with_a_slow_rank, corpus_cache, tmp_path, overrides, slow))
     files = RunFiles(tmp_path)
     events = [json.loads(line) for line in files.events.read_text().splitlines()]

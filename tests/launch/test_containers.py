@@ -15,6 +15,11 @@ APPTAINER = ("apptainer", "exec", "--nv")
 PYXIS = "--container-image=/images/canzona.sqsh"
 
 
+@pytest.fixture(autouse=True)
+def _cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CANZONA_CACHE", "/scratch/cache")
+
+
 def contained(
     command: tuple[str, ...] = (),
     srun_args: tuple[str, ...] = (),
@@ -23,11 +28,10 @@ def contained(
     path: str = "/scratch/corpus",
     root: str = "/scratch/runs",
     validation: str | None = None,
-    cache_dir: str | None = "/scratch/cache",
 ) -> RunConfig:
     """Returns a run in a container, whose paths are all below /scratch unless said otherwise."""
     config = run_config()
-    data = replace(config.data, source="prepared", path=path, validation=validation, cache_dir=cache_dir)
+    data = replace(config.data, source="prepared", path=path, validation=validation)
     cluster = replace(config.cluster, command=command, srun_args=srun_args, setup=setup)
     return replace(config, cluster=cluster, data=data, run=replace(config.run, root=root, dir=None))
 
@@ -68,7 +72,7 @@ def test_paths_that_the_container_lacks_are_refused_one_by_one(
         ("data.path", "/scratch/corpus"),
         ("data.validation", "/scratch/held-out"),
         ("run.root", "/scratch/runs"),
-        ("data.cache_dir", "/scratch/cache"),
+        ("CANZONA_CACHE", "/scratch/cache"),
     ]
     assert all("mount /scratch in" in problem.fix for problem in problems)
 
@@ -82,12 +86,12 @@ def test_a_relative_path_is_refused_unless_the_container_starts_in_the_same_fold
 
 
 def test_the_home_directory_and_mounts_by_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    at_home = partial(contained, path="~/corpus", cache_dir=None)
+    at_home = partial(contained, path="~/corpus")
     monkeypatch.delenv("CANZONA_CACHE", raising=False)
     bind = ("--bind", "/scratch", "x.sif", "canzona")
     assert [*container_problems(at_home((*APPTAINER, *bind)))] == []
     refused = [problem.key for problem in container_problems(at_home((*APPTAINER, "--no-home", *bind)))]
-    assert refused == ["data.path", "data.cache_dir"]
+    assert refused == ["data.path", "CANZONA_CACHE"]
     in_set_up = contained((*APPTAINER, "-C", "x.sif"), setup=("export APPTAINER_BIND=/scratch",))
     assert [*container_problems(in_set_up)] == [], "the lines are not read, so nothing is known"
     cache = at_home(("canzona",), (PYXIS, "--container-mounts=/scratch"), ("export CANZONA_CACHE=/scratch/c",))

@@ -178,7 +178,7 @@ def test_a_dry_run_says_that_a_run_would_begin_with_other_weights_or_why_not(tmp
     root = tmp_path / "my, run"
     canzona("train", *TYPED, f"run.dir='{root}'", environment={"STAND_IN": "done"}, code=0)
     other = [text.replace("adamw", "muon") for text in TYPED]
-    new = ("train", *other, "--weights-from", str(root), "--dry-run")
+    new = ("train", *other, f"init='{root}'", "--dry-run")
     would = canzona(*new, code=0)
     newest = root / "checkpoints" / f"step-{STEPS:08d}"
     assert f"the run would start at step 1 with the weights of {newest}" in would.stderr
@@ -218,7 +218,7 @@ TWO_NODES = run_config(nodes=2)
 
 @pytest.mark.parametrize("run_dir", ["/runs/qwen3-tiny-20261122", "/my runs/a, b", "/it's=(1) $HOME/\\'x"])
 def test_any_shell_and_the_grammar_of_overrides_read_what_was_typed(run_dir: str) -> None:
-    typed = ["recipe=my recipe.yaml", "run.profile_steps=[5,7]", "data.path='a, b'", 'data.cache_dir=$HOME/"x"']
+    typed = ["recipe=my recipe.yaml", "run.profile_steps=[5,7]", "data.path='a, b'", 'description=$HOME/"x"']
     assert shlex.split(resume_command(typed, [], run_config(), Path(run_dir), environment={}))[1:] == [
         "resume",
         run_dir,

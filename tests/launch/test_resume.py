@@ -426,7 +426,7 @@ def test_a_resumed_run_holds_out_the_documents_that_it_held_out_before(
 ) -> None:
     """A checkpoint that does not name a division is an earlier one, of a run that held out the last documents."""
     prefix = prepare_documents(tmp_path, "a", documents=60, seed=0)
-    data = DataConfig(source="prepared", path=str(prefix), validation_fraction=0.25, cache_dir=str(tmp_path / "cache"))
+    data = DataConfig(source="prepared", path=str(prefix), validation_fraction=0.25)
     config = replace(config, data=data)
     train(config, steps=5)
     content = jsonable(record_dict(DataPlan(corpus=ensure_corpus(config), samples=80)))

@@ -32,11 +32,11 @@ BATCH = 8
 
 def run_of(folder: Path, *overrides: str) -> tuple[RunConfig, Layout]:
     small = (f"train.seq_length={LENGTH}", f"train.global_batch_size={BATCH}", "train.steps=10", "gpus=1")
-    cache, data = f"data.cache_dir={folder / 'cache'}", f"data.path={folder / 'a'}"
+    data = f"data.path={folder / 'a'}"
     where = () if any(override.startswith(("data.path", "data.blend")) for override in overrides) else (data,)
     own_set = any(override.startswith("data.validation=") for override in overrides)
     held_out = () if own_set else ("data.validation_fraction=0.25",)
-    composed = compose_run(["recipe=qwen3-tiny", *small, cache, *held_out, *where, *overrides])
+    composed = compose_run(["recipe=qwen3-tiny", *small, *held_out, *where, *overrides])
     return resolve(composed.config)
 
 

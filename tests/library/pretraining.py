@@ -20,7 +20,7 @@ import megatron.core.tokenizers.text  # noqa: F401 # with transformers, which ev
 import numpy as np
 import torch
 from megatron.core.enums import ModelType
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -33,8 +33,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
 from canzona_cli import use_in_megatron_lm
-from canzona_cli.core.megatron import cpu_backend
-from canzona_cli.core.megatron.experts import leave_routers_to_adamw
+from canzona_cli.core.megatron import cpu_backend, experts
 from canzona_cli.core.megatron.matrix_buffers import global_parameters
 from tests.cli.commands.support import ready_to_fork
 from tests.dist.ranks import run_ranks
@@ -171,11 +170,16 @@ def model_of(
 ) -> GPTModel:
     """Builds a chunk of the model, as Megatron-LM's model providers do."""
     args = training.get_args()
-    spec = get_gpt_layer_local_spec(
-        num_experts=args.num_experts, qk_layernorm=args.qk_layernorm, normalization=args.normalization
+    mcore = core_transformer_config_from_args(args)
+    spec = (
+        get_gpt_layer_local_spec(
+            num_experts=args.num_experts, qk_layernorm=args.qk_layernorm, normalization=args.normalization
+        )
+        if args.moe_layer_freq == 1
+        else get_gpt_decoder_block_spec(mcore, False, normalization=args.normalization, vp_stage=vp_stage)
     )
     model = GPTModel(
-        config=core_transformer_config_from_args(args),
+        config=mcore,
         transformer_layer_spec=spec,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
@@ -194,12 +198,10 @@ def model_of(
 def leave_to_adamw(model: GPTModel) -> None:
     """Marks the routers, the gates of shared experts, and the learned positions, which Megatron's Muon would update as
     matrices."""
-    leave_routers_to_adamw(model)
+    experts.leave_to_adamw(model)
     for name, param in model.named_parameters():
         if name.endswith("gate_weight"):
             param.is_embedding_or_output_parameter = True
-    if model.pre_process and model.embedding.add_position_embedding:
-        model.embedding.position_embeddings.weight.is_embedding_or_output_parameter = True
 
 
 class MockTokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):

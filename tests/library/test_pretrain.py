@@ -33,6 +33,14 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "dp2 per token, overlapped": ((*FP32, "--calculate-per-token-loss"), OVERLAP),
     "dp2 bf16": (BF16, SHARDED),
     "tp2 bf16 overlapped": ((*TP, *BF16), OVERLAP),
+    "pp2 of 3 layers, 2 in the first stage": (
+        (*FP32, *PP, "--num-layers", "3", "--decoder-first-pipeline-num-layers", "2"),
+        SHARDED,
+    ),
+    "pp2 of 3 layers by name": (
+        (*FP32, *PP, "--num-layers", "3", "--pipeline-model-parallel-layout", "Ett|tL"),
+        SHARDED,
+    ),
     "pp2 of 3 layers": ((*FP32, *PP, "--num-layers", "3", "--account-for-loss-in-pipeline-split"), SHARDED),
     "dp2 averaged": (FP32, AVERAGED),
     "GPT dp2": (FP32, OVERLAP),
@@ -43,6 +51,14 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "ep2 tp2 on 4 ranks": ((*FP32, *EXPERTS, *EP, *TP, "--sequence-parallel"), SHARDED),
     "ep2 pp2 on 4 ranks, overlapped": ((*FP32, *EXPERTS, *EP, *PP), OVERLAP),
     "shared experts, ep2 tp2 on 4 ranks": ((*FP32, *EXPERTS, *EP, *TP, "--sequence-parallel", *SHARED), OVERLAP),
+    "experts in the second of 2 layers, ep2 pp2 on 4 ranks, overlapped": (
+        (*FP32, *EXPERTS, *EP, *PP, "--moe-layer-freq", "[0,1]"),
+        OVERLAP,
+    ),
+    "experts in every second of 3 layers, ep2 tp2 on 4 ranks": (
+        (*FP32, *EXPERTS, *EP, *TP, "--sequence-parallel", *SHARED, "--num-layers", "3", "--moe-layer-freq", "2"),
+        SHARDED,
+    ),
     "experts on each rank, dp2": ((*FP32, *EXPERTS), SHARDED),
     "ep2 bf16": ((*BF16, *EXPERTS, *EP), SHARDED),
     "ep2 tp2 on 4 ranks, bf16": ((*BF16, *EXPERTS, *EP, *TP, "--sequence-parallel"), OVERLAP),

@@ -39,6 +39,7 @@ def add_run(
     status: RunStatus | None = "done",
     training: Mapping[int, float] | None = None,
     step_s: float | None = None,
+    tokens: Callable[[int], int] = lambda step: step * TOKENS,
 ) -> Path:
     """Writes the files of a run.
 
@@ -47,13 +48,14 @@ def add_run(
         status: the status of a run that has ended; None for one that is still running.
         training: the training losses by step; None for losses that are 0.1 below those of validation.
         step_s: the seconds of a step in the run's breakdown; None for a run without a breakdown.
+        tokens: the tokens trained on by step.
     """
     files = RunFiles(root)
     root.mkdir(parents=True)
     files.config.write_text(dump_resolved(replace(config, run=replace(config.run, dir=str(root)))))
     losses = {step: loss - 0.1 for step, loss in validations.items() if step} if training is None else training
     for step, loss in losses.items():
-        append_json_line(files.metrics, asdict(StepMetrics(step=step, loss=loss, tokens=step * TOKENS)))
+        append_json_line(files.metrics, asdict(StepMetrics(step=step, loss=loss, tokens=tokens(step))))
     for step, loss in validations.items():
         append_json_line(files.validation, asdict(ValidationLoss(step=step, loss=loss)))
     if step_s is not None:

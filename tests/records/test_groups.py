@@ -41,13 +41,8 @@ VARIED: dict[str, tuple[tuple[RunConfig, ...], int, set[str]]] = {
         {"optimizer.name", "optimizer.momentum"},
     ),
     "rates and seeds": ((configured(lr=1e-3), configured(lr=2e-3, seed=2), configured(adamw_lr=1e-4)), 1, set()),
-    "rates, and the minimum that follows from them": (
-        (configured(lr=1e-3, min_lr=1e-4), configured(lr=2e-3, min_lr=2e-4), configured(lr=2e-3, min_lr=2e-4, seed=2)),
-        1,
-        set(),
-    ),
     "a minimum that was typed": (
-        (configured(min_lr=0.0), configured(min_lr=1e-4), configured(min_lr=1e-4, seed=2)), 2, {"optimizer.min_lr"}
+        (configured(min_lr_ratio=0.0), configured(), configured(seed=2)), 2, {"optimizer.min_lr_ratio"}
     ),
     "ranks, and the layout that follows from them": (
         (on_gpus(configured(), 2), on_gpus(configured(), 4), on_gpus(configured(seed=2), 4)), 2, {"gpus"}
@@ -139,8 +134,22 @@ def test_the_target_is_reached_where_the_mean_curve_has_it(tmp_path: Path) -> No
     expected = numpy.interp(3.1, [*curve.values()][::-1], [*curve][::-1])
     assert 0 < expected < 40
     assert ranking.reached(muon) == pytest.approx(expected)
-    assert muon.tokens_per_step == TOKENS
+    assert muon.tokens_at(120) == 120 * TOKENS
     assert ranking.reached(adamw) == pytest.approx(120), "the worst group reaches its own loss at the common step"
+
+
+def test_the_tokens_to_the_target_are_those_of_a_ramp_up(tmp_path: Path) -> None:
+    """Compared with numpy's interpolation of the tokens that the steps of a small and then a large batch have read."""
+    tokens = {step: TOKENS * (step if step <= 40 else 40 + 4 * (step - 40)) for step in range(1, 121)}
+    for name, loss in (("muon", 2.0), ("adamw", 2.4)):
+        training = dict.fromkeys(tokens, loss)
+        add_run(tmp_path / name, configured(name), ending_at(loss), training=training, tokens=tokens.__getitem__)
+    muon = ranked(tmp_path).lines[0]
+    reached = ranked(tmp_path).reached(muon)
+    assert reached is not None
+    assert 40 < reached < 80
+    assert muon.tokens_at(reached) == pytest.approx(numpy.interp(reached, [*tokens], [*tokens.values()]))
+    assert [muon.tokens_at(step) for step in (0, 40, 120, 121)] == [0, 40 * TOKENS, 360 * TOKENS, None]
 
 
 def test_runs_that_failed_were_tried_but_are_in_no_mean(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Differences are judged by a paired test, from five rounds on: it errs as often as it says, and misses little."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 
@@ -96,32 +96,12 @@ def test_few_rounds_have_numbers_and_no_verdict(rounds: int) -> None:
     """However clear they look."""
     found = Speedup.of([2.0] * rounds, [1.0] * rounds)
     assert (found.distinct, found.p, found.ratio) == (None, None, Quartiles.of([2.0] * rounds))
-    assert Speedup.through([2.0] * 9, [1.0] * 9, [1.0] * rounds, [1.0] * rounds).distinct is None
     assert no_verdict(rounds).startswith(f"{rounds} round")
 
 
 def test_rounds_without_any_noise_are_judged_too() -> None:
     same, other = [1.0] * 5, [1.5] * 5
     assert (Speedup.of(same, same).distinct, Speedup.of(other, same).distinct) == (False, True)
-
-
-def _between_sessions(ratio: float, trials: int) -> float:
-    """The share of significant differences of strategies from two sessions, of which one is twice as slow."""
-    generator, noise = random.Random(2), NOISES["normal"]
-
-    def session(scale: float, slowdown: float) -> tuple[Sequence[float], Sequence[float]]:
-        strategy, beside = times(generator, noise, 6, scale)
-        return [slowdown * time for time in strategy], [slowdown * time for time in beside]
-
-    found = [Speedup.through(*session(ratio, 1.0), *session(1.0, 2.0)) for _ in range(trials)]
-    assert sum(each.ratio.median for each in found) / trials == pytest.approx(ratio, rel=0.01)
-    return sum(map(bool, (each.distinct for each in found))) / trials
-
-
-def test_strategies_of_two_sessions_are_compared_through_the_reference() -> None:
-    """Equal times are called different less often than promised: the test has the degrees of freedom of one session."""
-    assert 0.01 < _between_sessions(1.0, TRIALS) < SIGNIFICANCE
-    assert _between_sessions(1.1, 500) > 0.95
 
 
 def test_probabilities_of_several_tests_are_adjusted_step_by_step() -> None:

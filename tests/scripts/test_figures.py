@@ -7,8 +7,10 @@ from pathlib import Path
 import figures
 import pytest
 
-from canzona_cli.bench.simulated import run_simulation
+from canzona_cli.config.compose import compose_run
+from canzona_cli.config.resolve import resolve
 from canzona_cli.core.planner.make import make_plan
+from canzona_cli.core.simulate.compare import study_run
 from canzona_cli.core.simulate.predict import simulate_plan
 from canzona_cli.records.words import milliseconds, predicted_overhead, step_time
 
@@ -17,12 +19,11 @@ def _cells(row: str) -> list[str]:
     return [cell.strip() for cell in row.strip("|").split("|")]
 
 
-def test_a_row_without_pipeline_stages_is_what_bench_simulate_says() -> None:
+def test_a_row_without_pipeline_stages_is_what_plan_says() -> None:
     table = figures.plain_table([64], []).markdown()
-    command = re.findall(r"`canzona bench --simulate --gpus 64 ([^`]*)`", table)[0]
-    (cell,) = run_simulation(command.split(), (64,)).cells
-    study = cell.study
-    assert study is not None
+    command = re.findall(r"`canzona plan -v ([^`]*) gpus=GPUS`", table)[0]
+    config, chosen = resolve(compose_run([*command.split(), "gpus=64"], training=False).config)
+    study = study_run(config.setup, chosen)
     gpus, layout, canzona, _, layerwise, sc, shares = _cells(table.splitlines()[-1])
     assert (gpus, layout) == ("64", "TP 4 × DP 16")
     assert canzona == step_time(study.result("canzona").optimizer_s)
@@ -117,13 +118,11 @@ def test_a_document_is_refreshed_between_its_markers_and_checked(
     assert document.read_text(encoding="utf-8") == before
     assert run("--write") == 0
     after = document.read_text(encoding="utf-8")
-    assert "TP 4 × DP 64" in after
+    assert "TP 8 × DP 32" in after
     assert "old" not in after
     assert after.startswith("Before.\n\n<!-- figures: plain -->\n")
     assert after.endswith("|\n\n<!-- /figures -->\n\nBehind.\n")
     assert run("--check") == 0
-    with pytest.raises(SystemExit):
-        run("--check", "--gpus", "8")
     document.write_text("No markers.\n", encoding="utf-8")
     with pytest.raises(SystemExit, match="occur 0 times"):
         run("--write")

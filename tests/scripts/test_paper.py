@@ -46,7 +46,6 @@ def test_strategies_and_both_curves_are_there_and_what_is_not_known_is_said(prin
         (rows,) = (rows for name, rows in tables.items() if name.startswith(heading))
         assert len(rows) - 1 == values
     assert "not at hand" in printed
-    assert "ours are simulated" in printed
 
 
 def test_the_authors_script_is_a_preset_with_a_micro_batch_that_its_batch_allows() -> None:

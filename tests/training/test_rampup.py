@@ -32,7 +32,7 @@ def test_the_batches_and_samples_of_a_translated_schedule_are_megatrons(
     tokens = [0, *(LENGTH * samples + beside for samples in accumulate(gaps[: len(sizes) - 1]))]
     text = " ".join(f"{start}:{16 * size}" for start, size in zip(tokens, sizes, strict=True))
     command = SMALL.replace("--global-batch-size 16", f'--step-batch-size-schedule "{text}"')
-    command = command.replace("--train-iters 100", "--train-samples 20000")
+    command = command.replace("--train-iters 100", "--train-samples 4000")
     run = read_megatron_run(f"{TYPED}{command}", ("program=gpt",))
     rampup = json.loads(run.overrides["train.batch_rampup"])
     train = replace(CONFIG.train, batch_rampup=rampup, steps=int(run.overrides["train.steps"]))
@@ -40,7 +40,7 @@ def test_the_batches_and_samples_of_a_translated_schedule_are_megatrons(
     assert run.overrides["train.global_batch_size"] == str(full)
     calculator = StepBatchsizeNumMicroBatchesCalculator(2, 8, False, 1, text, LENGTH)
     read = steps = 0
-    while read < 20000:
+    while read < 4000:
         calculator.update(read, consistency_check=True)
         steps += 1
         batch = calculator.get_current_global_batch_size()

@@ -243,4 +243,4 @@ def test_a_sample_is_shown_in_one_line(files: RunFiles) -> None:
     assert (line["event"], line["level"], line["step"], line["text"]) == ("sample", "info", 20, "main():\n")
     note = describe(event_of(line) or pytest.fail("no event"))
     assert note is not None
-    assert note.text == "at step 20 the model writes: def main():\\n"
+    assert note.text == "at step 20 the model writes, at temperature 0.8: def main():\\n"

@@ -42,11 +42,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_of(folder: Path, *overrides: str) -> tuple[RunConfig, PreparedCorpus]:
     """A run of 10 steps of 8 sequences, a little more than an epoch of `a`."""
     small = (f"train.seq_length={LENGTH}", f"train.global_batch_size={BATCH}", "train.steps=10", "gpus=1")
-    cache, data = f"data.cache_dir={folder / 'cache'}", f"data.path={folder / 'a'}"
+    data = f"data.path={folder / 'a'}"
     where = () if any(override.startswith(("data.path", "data.blend")) for override in overrides) else (data,)
     own_set = any(override.startswith("data.validation=") for override in overrides)
     held_out = () if own_set else (f"data.validation_fraction={HELD_OUT}",)
-    composed = compose_run(["recipe=qwen3-tiny", *small, cache, *held_out, *where, *overrides]).config
+    composed = compose_run(["recipe=qwen3-tiny", *small, *held_out, *where, *overrides]).config
     config, _ = resolve(composed)
     return config, ensure_corpus(config)
 

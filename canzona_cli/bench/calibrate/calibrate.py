@@ -13,13 +13,13 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import yaml
 
-from canzona_cli.bench.calibrate.disk import checkpoint_rate
 from canzona_cli.bench.calibrate.profile import (
     FULL,
     Effort,
@@ -35,14 +35,16 @@ from canzona_cli.bench.calibrate.profile import (
 )
 from canzona_cli.bench.results import BenchResult
 from canzona_cli.bench.session import Say, prepare, run
+from canzona_cli.checkpoint.commit import begin, write_part
+from canzona_cli.checkpoint.manifest import Buffer, Shard
 from canzona_cli.config.compose import dump_resolved
 from canzona_cli.config.overrides import key_of, text_value
 from canzona_cli.config.recipes import check_destination
 from canzona_cli.config.resolve import fill, resolve
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.machine import machine_facts
-from canzona_cli.core.errors import CanzonaError, ConfigError, ExitCode, Problem, write_error
-from canzona_cli.core.host import cores
+from canzona_cli.core.errors import CanzonaError, ConfigError, ExitCode, Problem, SaveFailed, write_error
+from canzona_cli.core.host import cores, existing_folder
 from canzona_cli.core.reading import expanded
 from canzona_cli.core.setup import ClusterConfig, Layout
 from canzona_cli.core.setup.execution import AnyStrategy
@@ -57,6 +59,8 @@ WORKER_MODULE = "canzona_cli.bench.calibrate.worker"
 NOISE = 0.2
 """The relative spread (interquartile range divided by median) above which a measurement is reported as
 noisy."""
+CHECKPOINT_BYTES = 256 << 20
+"""The size of the checkpoint that is written."""
 VERSION = 1
 """The version of the `--json` output; additions do not change it."""
 
@@ -420,3 +424,28 @@ def with_steps(calibration: Calibration, benches: ShortBenches, write: Callable[
 def _is_replaced(override: str) -> bool:
     key = key_of(override.lstrip("+~"))
     return any(key == name or key.startswith(f"{name}.") for name in _REPLACED)
+
+
+def checkpoint_rate(folder: Path, ranks: int) -> float | None:
+    """Returns the GB/s at which the ranks of one machine together write a checkpoint: as a save does, with hashes,
+    until the disk has it. Returns None if it cannot be written.
+
+    Args:
+        folder: where runs are, or will be; only its file system matters.
+    """
+    size = CHECKPOINT_BYTES // ranks
+    buffer = Buffer(dtype="U8", shape=(size,), data=memoryview(os.urandom(size)))
+    try:
+        with tempfile.TemporaryDirectory(prefix=".canzona-", dir=existing_folder(folder)) as temporary:
+            partial = begin(Path(temporary), 1)
+            started = time.perf_counter()
+            with ThreadPoolExecutor(ranks) as pool:
+                saves = [
+                    pool.submit(write_part, partial, rank, Shard(tensors={f"rank{rank}/bytes": buffer}, scalars={}))
+                    for rank in range(ranks)
+                ]
+            for save in saves:
+                save.result()
+            return ranks * size / (time.perf_counter() - started) / 1e9
+    except (OSError, SaveFailed):
+        return None

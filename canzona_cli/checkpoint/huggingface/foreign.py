@@ -19,7 +19,7 @@ from canzona_cli.config.settings import settings as all_settings
 from canzona_cli.core.errors import ConfigError, Problem, refuse
 from canzona_cli.core.model.families import EMBEDDING, FAMILIES, FINAL_NORM, OUTPUT, family_of
 from canzona_cli.core.model.family import Family
-from canzona_cli.core.setup import ModelConfig
+from canzona_cli.core.setup import PARTS_OF_LLAMA, ModelConfig
 
 FILE: Final = "config.json"
 _WIDTHS: Final = {
@@ -109,7 +109,7 @@ def read_model(tree: Mapping[str, object]) -> dict[str, object]:
     refuse(problems)
     factor = _rope(tree).get("factor") if _rope_type(_rope(tree)) == "llama3" else None
     settings["rope_scaling"] = float(factor) if isinstance(factor, int | float) else None
-    return {**settings, "gated": True, **foreign.fixed}
+    return {**settings, **PARTS_OF_LLAMA, **foreign.fixed}
 
 
 def positions_of(tree: Mapping[str, object]) -> int:
@@ -164,7 +164,11 @@ def config_json(model: ModelConfig, *, dtype: str, max_positions: int) -> dict[s
         dtype: the type of the exported weights: bfloat16, float16 or float32.
         max_positions: the length of the model's longest sequence, in tokens. With a scaled rotary embedding,
             the length of the scaled context is written if it is larger.
+
+    Raises:
+        ConfigError: no model of transformers in which canzona writes weights computes the same.
     """
+    refuse(foreign_problems(model))
     foreign = family_of(model).foreign
     settings = asdict(model)
     scaling = {"rope_type": "llama3", "factor": model.rope_scaling, **_LLAMA3} if model.rope_scaling else None
@@ -183,6 +187,19 @@ def config_json(model: ModelConfig, *, dtype: str, max_positions: int) -> dict[s
         "use_cache": True,
         "torch_dtype": dtype,
     }
+
+
+def foreign_problems(model: ModelConfig) -> list[Problem]:
+    """Returns a problem for each part of a model that the model of its family in transformers does not have."""
+    no_gpt2 = "is in no model of transformers that canzona writes; GPT-2's matrices are transposed and fused there"
+    no_shared = "is not in Qwen3-MoE of transformers, and in Qwen2-MoE it has a gate"
+    parts = (
+        *((key, value, True, no_gpt2) for key, value in model.parts_of_gpt2.items()),
+        ("shared_ffn_hidden_size", model.shared_ffn_hidden_size, model.shared_ffn_hidden_size > 0, no_shared),
+        ("qk_norm", False, model.num_experts > 0 and not model.qk_norm, "is always true in Qwen3-MoE of transformers"),
+    )
+    fix = "validate the model with canzona eval, and sample from it with train.sample_every"
+    return [Problem(f"model.{key}", why, fix, value=value) for key, value, differs, why in parts if differs]
 
 
 def _rope(tree: Mapping[str, object]) -> Mapping[str, object]:

@@ -267,7 +267,6 @@ def _read_rounded(
         on_bytes(data.nbytes)
         yield raw_bytes(data)
         del data  # so that the next rows are read into freed memory
-        reader.unmap()
 
 
 def copy_file(source: Path, target: Path) -> None:

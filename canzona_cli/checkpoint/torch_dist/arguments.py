@@ -8,19 +8,21 @@ from typing import Final
 from canzona_cli.checkpoint.manifest import Progress
 from canzona_cli.checkpoint.torch_dist.names import Kind
 from canzona_cli.config.megatron_arguments import limited, table
+from canzona_cli.config.megatron_translation import BALANCING
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.unknown_keys import exact_key
 from canzona_cli.core.engine.stored_state import SHARDING
+from canzona_cli.core.errors import value_of
 from canzona_cli.core.setup import OptimizerConfig
-from canzona_cli.core.setup.problems import value_of
 
 _DECAYS: Final = {"wsd": "WSD"}
+_BALANCING: Final = {ours: theirs for theirs, ours in BALANCING.items()}
 _FIXED: Final[Mapping[str, object]] = {
     "swiglu": True,
     "group_query_attention": True,
     "add_position_embedding": True,
+    "add_bias_linear": False,
     "use_rotary_position_embeddings": True,
-    "squared_relu": False,
     "apply_layernorm_1p": False,
     "apply_query_key_layer_scaling": False,
     "moe_layer_freq": 1,
@@ -61,6 +63,7 @@ def arguments_of(config: RunConfig, progress: Progress, *, has_state: bool) -> d
         "rope_scaling_factor": model.rope_scaling or 8.0,
         "max_position_embeddings": config.train.seq_length,
         "optimizer": "muon" if muon else "adam",
+        **(_expert_arguments(config) if model.num_experts else {}),
         "muon_split_qkv": config.engine.splitting != "fused",
         "bf16": config.train.precision == "bf16",
         "grad_reduce_in_bf16": config.train.grad_reduce_dtype == "bf16",
@@ -74,6 +77,21 @@ def arguments_of(config: RunConfig, progress: Progress, *, has_state: bool) -> d
         "lr_wsd_decay_iters": schedule.wsd_decay_steps,
         "consumed_train_samples": progress.samples,
         "no_save_optim": not has_state,
+    }
+
+
+def _expert_arguments(config: RunConfig) -> dict[str, object]:
+    """Returns Megatron-LM's arguments for a model with experts."""
+    model = config.model
+    return {
+        "num_experts": model.num_experts,
+        "moe_ffn_hidden_size": model.ffn_hidden_size,
+        "moe_router_topk": model.experts_per_token,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": _BALANCING[model.balancing_loss],
+        "moe_aux_loss_coeff": model.balancing_weight,
+        "expert_model_parallel_size": 1,
+        "expert_tensor_parallel_size": 1,
     }
 
 
@@ -108,6 +126,10 @@ def schedule_state(config: RunConfig, progress: Progress) -> dict[str, object]:
 def optimizer_groups(config: RunConfig, kind: Kind, step: float) -> dict[object, object]:
     """Returns the parameter groups of Megatron's distributed AdamW, or of its layer-wise Muon together with
     AdamW.
+
+    In Megatron, experts that are divided among ranks are in groups of their own, and AdamW of them is an optimizer of
+    its own. Megatron only loads as many groups as it has, so experts are written as divided unless the run has
+    `parallel.ep=1`.
 
     Megatron-LM can give embeddings and output layer their own rate (`--decoupled-lr`), but not norms, and they
     have no weight decay of their own.
@@ -145,8 +167,13 @@ def optimizer_groups(config: RunConfig, kind: Kind, step: float) -> dict[object,
         "optimizer": {"param_groups": adamw_groups},
         "param_state_sharding_type": SHARDING,
     }
+    divided = config.model.num_experts > 0 and config.parallel.ep != 1
     if kind == "adamw":
-        return groups
+        if not divided:
+            return groups
+        of_experts: dict[object, object] = {"optimizer": {"param_groups": [{**adamw, "is_expert_parallel": True}]}}
+        return {0: groups, 1: groups | of_experts}
     momentum = asdict(optimizer).get("momentum")
     muon = {**usual, "momentum": momentum}
-    return {0: {"optimizer": {"param_groups": [muon]}}, 1: groups}
+    muons = [muon, {**muon, "is_expert_parallel": True}] if divided else [muon]
+    return {0: {"optimizer": {"param_groups": muons}}, 1: groups}

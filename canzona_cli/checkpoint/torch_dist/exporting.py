@@ -28,18 +28,25 @@ from canzona_cli.checkpoint.manifest import Manifest
 from canzona_cli.checkpoint.reader import Reader
 from canzona_cli.checkpoint.torch_dist.arguments import arguments_of, optimizer_groups, schedule_state
 from canzona_cli.checkpoint.torch_dist.folder import COMMON, DTYPES, FORMAT, INDEX, TRACKER
-from canzona_cli.checkpoint.torch_dist.names import Kind, Parameter, parameters, state_key
+from canzona_cli.checkpoint.torch_dist.names import (
+    EXPERTS,
+    LAYERS,
+    Kind,
+    Parameter,
+    parameters,
+    written_keys,
+)
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.engine.stored_state import SHARDING
-from canzona_cli.core.errors import ConfigError, Problem
+from canzona_cli.core.errors import Problem, refuse
 from canzona_cli.core.writing import write_text_atomic
 from canzona_cli.records.files import sync_folder, write_json_atomic
 
 _FILE: Final = "__0_0.distcp"
-_OBJECTS: Final = ("self_attention.core_attention", "self_attention.linear_qkv", "self_attention.linear_proj")
-_EXTRA: Final = (*_OBJECTS, "mlp.linear_fc1", "mlp.linear_fc2")
-"""The modules of a layer for which Megatron stores an object in addition to the weights; an export writes
-empty objects."""
+_ATTENTION: Final = ("self_attention.core_attention", "self_attention.linear_qkv", "self_attention.linear_proj")
+"""The modules of a layer's attention for which Megatron stores an object in addition to the weights, as it does for
+those of feed-forward networks; an export writes empty objects."""
+_NETWORK: Final = ("linear_fc1", "linear_fc2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,14 +120,13 @@ def export_torch_dist(
         config: The run that saved the checkpoint.
 
     Raises:
-        ConfigError: `out` is not empty, or the model has experts.
+        ConfigError: `out` is not empty, or the model has parts of GPT-2.
         CheckpointInvalid: The checkpoint lacks a tensor, or has values that are not finite.
         EnvironmentProblem: The folder cannot be written.
     """
-    if config.model.num_experts:
-        reason = "only dense decoders can be exported to this format"
-        problem = Problem(key="--to", value="megatron", reason=reason, fix="--to hf writes models with experts")
-        raise ConfigError(problem)
+    reason = "canzona writes only models without parts of GPT-2 to this format"
+    fix = "train it in Megatron's loop with canzona_cli.use_in_megatron_lm(), whose checkpoints are Megatron's"
+    refuse(Problem(f"model.{key}", reason, fix, value=value) for key, value in config.model.parts_of_gpt2.items())
     kind = _kind(manifest)
     iteration = manifest.progress.step
     with stage_folder(out, key="OUT") as root:
@@ -159,27 +165,29 @@ def _add(
     """Adds a parameter with its master and its state; returns the number of AdamW's steps for the
     parameter."""
     fields = (MASTER, *parameter.state_fields(kind)) if kind else ()
-    lead = () if parameter.layer is None else (parameter.layer,)
-    whole = (*((config.model.num_layers,) if lead else ()), *parameter.shape)
+    lead, whole = parameter.place(parameter.keys[0]), parameter.whole_shape(parameter.keys[0])
     offsets = (*lead, *(0 for _ in parameter.shape))
     weight_dtype = DTYPES["bfloat16" if config.train.precision == "bf16" else "float32"]
     for field in dict.fromkeys(("", *fields)):
         rows = torch.cat([reader.block(block, field or MASTER) for block in parameter.blocks])
         # Cloned, because torch.save writes the whole memory of a view.
         tensor = rows.view(*(1 for _ in lead), *parameter.shape).clone()
-        key = state_key(parameter, field, kind) if field and kind else parameter.key
-        writer.add(key, tensor if field else tensor.to(weight_dtype), whole, offsets)
+        for key in written_keys(parameter, field, kind):
+            writer.add(key, tensor if field else tensor.to(weight_dtype), whole, offsets)
         on_bytes(rows.nbytes)
-    reader.unmap()
     return reader.step(parameter.blocks[0].unit) or 0.0
 
 
 def _empty_objects(config: RunConfig) -> list[str]:
     """Lists the keys of the objects that Megatron expects in addition to the weights."""
-    layers = config.model.num_layers
-    inside = [
-        f"decoder.layers.{name}._extra_state/shard_{layer}_{layers}" for name in _EXTRA for layer in range(layers)
-    ]
+    layers, experts = config.model.num_layers, config.model.num_experts
+    of_layer = [f"{name}._extra_state/shard_%s_{layers}" for name in _ATTENTION]
+    if experts:
+        names = [f"{EXPERTS}{name}" for name in _NETWORK]
+        of_layer += [f"{name}._extra_state/shard_%s.{e}_{layers}.{experts}" for name in names for e in range(experts)]
+    else:
+        of_layer += [f"mlp.{name}._extra_state/shard_%s_{layers}" for name in _NETWORK]
+    inside = [f"{LAYERS}{name % layer}" for name in of_layer for layer in range(layers)]
     return [*inside, "output_layer._extra_state/shard_0_1", "decoder.final_layernorm._extra_state/shard_0_1"]
 
 

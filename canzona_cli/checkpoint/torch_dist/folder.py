@@ -11,10 +11,12 @@ import pickle
 import pickletools
 import zipfile
 from argparse import Namespace
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
+from operator import sub
 from pathlib import Path
 from typing import Final, NamedTuple, NoReturn
 
@@ -89,10 +91,33 @@ class _Chunk:
     place: _Place
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Tensor:
     shape: tuple[int, ...]
     chunks: tuple[_Chunk, ...]
+
+    def chunks_at(self, at: tuple[int, ...]) -> Iterator[_Chunk]:
+        """Yields the chunks with elements at these indices of the first axes."""
+        places, others = _by_place(self, len(at))
+        yield from places[at]
+        for chunk in others:
+            if all(map(_contains, chunk.offsets, chunk.sizes, at)):
+                yield chunk
+
+
+def _contains(first: int, size: int, index: int) -> bool:
+    return first <= index < first + size
+
+
+@lru_cache(maxsize=8)
+def _by_place(tensor: _Tensor, axes: int) -> tuple[Mapping[tuple[int, ...], Sequence[_Chunk]], Sequence[_Chunk]]:
+    """Returns the chunks with only one index on each of the first axes, by these indices, and all other chunks. A
+    tensor with the experts of all layers has ten thousands of chunks, each of which is read by itself."""
+    places: dict[tuple[int, ...], list[_Chunk]] = defaultdict(list)
+    others: list[_Chunk] = []
+    for chunk in tensor.chunks:
+        (places[chunk.offsets[:axes]] if set(chunk.sizes[:axes]) <= {1} else others).append(chunk)
+    return places, others
 
 
 class TorchDistFolder:
@@ -136,27 +161,22 @@ class TorchDistFolder:
         kinds = (bool, int, float, str, list, torch.dtype)
         return {name: value for name, value in vars(arguments).items() if isinstance(value, kinds)}
 
-    def read(self, key: str, at: int | None = None) -> torch.Tensor:
+    def read(self, key: str, at: tuple[int, ...] = ()) -> torch.Tensor:
         """Reads a tensor as fp32, assembled from its chunks.
 
         Args:
-            at: an index on the first axis; only this slice is read, and returned without the axis. None reads
-                the whole tensor.
+            at: indices on the first axes; only this slice is read, and returned without these axes.
 
         Raises:
             CheckpointInvalid: a chunk is missing, overlaps another one, or cannot be read.
         """
         stored = self._tensors[key]
-        shape, first = (stored.shape, ()) if at is None else (stored.shape[1:], (at,))
+        shape = stored.shape[len(at) :]
         whole, covered = torch.empty(shape), torch.zeros(shape, dtype=torch.bool)
         overlaps = False
-        for chunk in stored.chunks:
-            if first and not chunk.offsets[0] <= first[0] < chunk.offsets[0] + chunk.sizes[0]:
-                continue
-            data = self._tensor(key, chunk)
-            if first:
-                data = data[first[0] - chunk.offsets[0]]
-            offsets_and_sizes = zip(chunk.offsets[len(first) :], data.shape, strict=True)
+        for chunk in stored.chunks_at(at):
+            data = self._tensor(key, chunk)[tuple(map(sub, at, chunk.offsets))]
+            offsets_and_sizes = zip(chunk.offsets[len(at) :], data.shape, strict=True)
             region = tuple(slice(start, start + size) for start, size in offsets_and_sizes)
             overlaps |= bool(covered[region].any())
             whole[region], covered[region] = data, True

@@ -25,11 +25,11 @@ from canzona_cli.config.overrides import key_of
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import override_text
 from canzona_cli.config.settings import settings as all_settings
-from canzona_cli.core.engine.stored_state import stored_step
-from canzona_cli.core.errors import CheckpointInvalid, Problem, refuse
+from canzona_cli.core.engine.stored_state import stored_step, zero_moments
+from canzona_cli.core.errors import CheckpointInvalid, Problem, refuse, value_of
 from canzona_cli.core.model.geometry import unit_shape
 from canzona_cli.core.optimizers.facts import MOMENTS
-from canzona_cli.core.setup.problems import value_of
+from canzona_cli.core.setup import PARTS_OF_LLAMA
 from canzona_cli.core.writing import write_text_atomic
 from canzona_cli.records.files import RunFiles
 
@@ -42,7 +42,7 @@ _JOB_ARGUMENTS: Final = (
     *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout"),
     *("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards", "expert_model_parallel_size"),
     *("num_virtual_stages_per_pipeline_rank", "recompute_granularity", "recompute_method"),
-    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "expert_tensor_parallel_size"),
 )
 """The arguments of Megatron's job that have no effect on the weights and the state in a checkpoint."""
 _NO_DROPOUT: Final = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
@@ -52,7 +52,7 @@ _OPTIMIZERS: Final = ("adam", "muon", "dist_muon")
 """The optimizers of Megatron whose state can be imported."""
 _MUST_MATCH: Final = ("model.", "train.seq_length")
 """The settings, and groups of settings, that must equal the checkpoint's arguments, except `_FREE`."""
-_FREE: Final = ("model.name", "model.init_std")
+_FREE: Final = ("model.name", "model.init_std", "model.balancing_loss", "model.balancing_weight")
 _MOST_COUNTED: Final = 10**12
 """The largest number of steps or samples, as in canzona's own checkpoints."""
 _MOST: Final = 20
@@ -130,9 +130,10 @@ def _translate(folder: TorchDistFolder) -> tuple[MegatronRun, tuple[str, ...]]:
     arguments = saved_arguments({**given, **_NO_DROPOUT, "world_size": 1, "micro_batch_size": 1}, folder.asked)
     run = translated(arguments, {})
     unsupported = [*run.plans_only]
-    if run.overrides["model.num_experts"] != "0":
-        unsupported.append("experts: only dense decoders can be imported from this format")
-    fix = "import a dense decoder like Qwen3 or Llama"
+    for key, llama in PARTS_OF_LLAMA.items():
+        if (value := run.overrides[f"model.{key}"]) != override_text(llama):
+            unsupported.append(f"only models without parts of GPT-2 can be imported, not with model.{key}={value}")
+    fix = "import a decoder like Qwen3, dense or with experts, or Llama"
     refuse(Problem(key="DIR", value=folder.path, reason=reason, fix=fix) for reason in unsupported)
     other = [*(f"{name} {given[name]}" for name in dropped), *run.left_out]
     return run, (f"Megatron trained with features that canzona does not have: {', '.join(other)}",) if other else ()
@@ -149,7 +150,7 @@ def _setting_problems(folder: TorchDistFolder, ours: RunConfig, theirs: RunConfi
 
 
 def _tensor_problems(folder: TorchDistFolder, theirs: RunConfig) -> list[Problem]:
-    fix = "the checkpoint's arguments belong to another model, or the model is not a dense decoder"
+    fix = "the checkpoint's arguments belong to another model, or the model is not a decoder like Qwen3 or Llama"
     problems = tensor_problems(folder.keys, theirs.model).items()
     return limit_problems([Problem(key=key, reason=reason, fix=fix) for key, reason in problems], _MOST, key="tensors")
 
@@ -166,6 +167,9 @@ def _with_state(folder: TorchDistFolder, composed: Composed, kind: Kind | None, 
         # Masters of some parameters beside rounded weights of others would be a model that no step has had.
         count = f"{len(without)} of {len(every)} parameters, the first is {without[0]}, have no fp32 master"
         notes = (*notes, f"all masters begin as the model's weights, in the precision that it trained in: {count}")
+    of_muon = [each.keys[0] for each in every if each.updated_by_muon(folder.keys)]
+    if kind == "muon" and of_muon:
+        notes = (*notes, zero_moments(of_muon))
     imported = partial(Import, folder=folder, composed=composed, masters=not without)
     nothing = Progress(step=0, samples=0, tokens=0)
     if kind is None:
@@ -205,9 +209,8 @@ def import_torch_dist(source: Import, files: RunFiles, *, on_bytes: Callable[[in
         fields = source.fields(parameter)
         by_field = {field: parameter.stored_key(keys, field) for field in fields}
         by_field[MASTER] = parameter.stored_key(keys, MASTER if source.masters else "")
-        named = {field: key for field, key in by_field.items() if key is not None}
         units = dict.fromkeys(block.unit for block in parameter.blocks)
-        for field, key in named.items():
+        for field, key in by_field.items():
             read = _unit_reader(source.folder, parameter, key, on_bytes)
             for unit in units:
                 shape = unit_shape(unit, source.config.model)
@@ -222,7 +225,7 @@ def import_torch_dist(source: Import, files: RunFiles, *, on_bytes: Callable[[in
 
 
 def _unit_reader(
-    folder: TorchDistFolder, parameter: Parameter, key: str, on_bytes: Callable[[int], None]
+    folder: TorchDistFolder, parameter: Parameter, key: str | None, on_bytes: Callable[[int], None]
 ) -> Callable[[str], Iterator[memoryview]]:
     """Returns a function that yields the bytes of a unit of the parameter, and must be called exactly once
     for each unit. It reads the stored tensor only once, at the first call.
@@ -241,12 +244,12 @@ def _unit_reader(
     return read
 
 
-def _units(folder: TorchDistFolder, parameter: Parameter, key: str) -> dict[str, torch.Tensor]:
-    """Reads the tensor with this key, and returns its units by name."""
-    whole = folder.read(key, parameter.place(key))
+def _units(folder: TorchDistFolder, parameter: Parameter, key: str | None) -> dict[str, torch.Tensor]:
+    """Reads the tensor with this key, and returns its units by name; zeros if there is no key."""
+    whole = torch.zeros(parameter.shape) if key is None else folder.read(key, parameter.place(key))
     if not all(bound.isfinite() for bound in torch.aminmax(whole)):
         reason, fix = "has elements that are infinite or NaN", "import an earlier checkpoint"
-        raise CheckpointInvalid(Problem(key=key, value=folder.path, reason=reason, fix=fix))
+        raise CheckpointInvalid(Problem(key=key or parameter.name, value=folder.path, reason=reason, fix=fix))
     rows = whole.view(-1, whole.size(-1))
     parts: dict[str, list[torch.Tensor]] = defaultdict(list)
     for block in sorted(parameter.blocks, key=lambda block: block.unit_row):

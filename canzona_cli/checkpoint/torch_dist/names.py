@@ -1,11 +1,13 @@
 """The names of a model's parameters and of their optimizer state in Megatron's checkpoints.
 
 Parameters of the same name in all layers are one tensor, whose first axis is the layer, or each layer has a
-separate tensor with the layer's index in its name. Parameters are fused as on a single tensor-parallel rank.
+separate tensor with the layer's index in its name. The weights of a layer's experts are one tensor, in which the
+expert's axis comes next; a checkpoint does not show whether the experts are separate modules or grouped matmuls.
+Parameters are fused as on a single tensor-parallel rank.
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final, Literal
 
@@ -18,9 +20,14 @@ from canzona_cli.core.setup import ModelConfig
 
 Kind = Literal["muon", "adamw"]
 """The optimizers whose state in Megatron's checkpoints does not depend on the layout of ranks."""
-_LAYERS: Final = "decoder.layers."
+LAYERS: Final = "decoder.layers."
+EXPERTS: Final = "mlp.experts.experts."
+"""The prefix of experts' weights within a layer."""
 _MASTERS: Final = (MUONS_MASTER, ADAMWS_MASTER)
 """The names of masters in Megatron's Muon and in its sharded AdamW."""
+_AS_IF_FUSED: Final = {"pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight"}
+"""The names of norms that Transformer Engine does not fuse, in checkpoints of Megatron's layers without Transformer
+Engine, which store every norm under the name of a fused one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,23 +36,25 @@ class Parameter:
 
     name: str
     """The name in Megatron's model."""
-    inside: str
-    """The name within the layer; for parameters outside of layers, the whole name."""
+    insides: tuple[str, ...]
+    """The possible names within the layer, that of Transformer Engine's layers first; for parameters outside of layers,
+    the whole name."""
     layer: int | None
+    expert: int | None = None
     shape: tuple[int, ...]
     matrix: bool
     """True if a matrix optimizer updates it."""
     model: ModelConfig
 
     @property
-    def key(self) -> str:
-        """The key of the tensor if its first axis is the layer."""
-        return self.inside if self.layer is None else f"{_LAYERS}{self.inside}"
+    def keys(self) -> tuple[str, ...]:
+        """The possible keys of the tensor if its first axis is the layer."""
+        return self.insides if self.layer is None else tuple(f"{LAYERS}{inside}" for inside in self.insides)
 
     @property
-    def numbered_key(self) -> str:
-        """The key of the tensor if its name contains the layer's index."""
-        return self.inside if self.layer is None else f"{_LAYERS}{self.layer}.{self.inside}"
+    def numbered_keys(self) -> tuple[str, ...]:
+        """The possible keys of the tensor if its name contains the layer's index."""
+        return self.insides if self.layer is None else tuple(f"{LAYERS}{self.layer}.{name}" for name in self.insides)
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
@@ -54,16 +63,24 @@ class Parameter:
 
     def whole_shape(self, key: str) -> tuple[int, ...]:
         """Returns the shape of the stored tensor with this key of the parameter."""
-        return (self.model.num_layers, *self.shape) if self.place(key) is not None else self.shape
+        experts = () if self.expert is None else (self.model.num_experts,)
+        layers = (self.model.num_layers,) if len(self.place(key)) > len(experts) else ()
+        return (*layers, *experts, *self.shape)
 
-    def place(self, key: str) -> int | None:
-        """Returns the parameter's index on the first axis of the tensor with this key; None if the tensor
-        contains only this parameter."""
-        return None if self.layer is None or key.endswith(self.numbered_key) else self.layer
+    def place(self, key: str) -> tuple[int, ...]:
+        """Returns the parameter's indices on the first axes of the tensor with this key: of its layer and of its
+        expert; empty if the tensor contains only this parameter."""
+        layer = None if key.endswith(self.numbered_keys) else self.layer
+        return tuple(index for index in (layer, self.expert) if index is not None)
 
     def state_fields(self, kind: Kind) -> tuple[str, ...]:
         """Returns the names of the tensors that an optimizer keeps for the parameter besides the master."""
         return (MOMENTUM,) if kind == "muon" and self.matrix else MOMENTS
+
+    def updated_by_muon(self, keys: Collection[str]) -> bool:
+        """Returns True if Megatron's Muon updated the parameter as a matrix, although it is AdamW's in canzona, as it
+        does with routers by default."""
+        return not self.matrix and self.stored_key(keys, MOMENTUM) is not None
 
     def stored_key(self, keys: Collection[str], field: str = "") -> str | None:
         """Returns the key of the parameter, or of a field of its state, in a checkpoint; None if there is
@@ -73,10 +90,15 @@ class Parameter:
             keys: the keys in the checkpoint.
             field: the master or a tensor of the state; empty for the parameter itself.
         """
+        return next(self.stored_keys(keys, field), None)
+
+    def stored_keys(self, keys: Collection[str], field: str = "") -> Iterator[str]:
+        """Yields all keys that `stored_key` may return; a checkpoint may have a tensor under several names."""
         names = _MASTERS if field == MASTER else (field,)
-        prefixes = [f"{STATE}{name}." if name else "" for name in names]
-        candidates = (f"{prefix}{key}" for prefix in prefixes for key in (self.key, self.numbered_key))
-        return next((key for key in candidates if key in keys), None)
+        for prefix in [f"{STATE}{name}." if name else "" for name in names]:
+            for key in (*self.keys, *self.numbered_keys):
+                if f"{prefix}{key}" in keys:
+                    yield f"{prefix}{key}"
 
 
 def parameters(model: ModelConfig) -> Iterator[Parameter]:
@@ -85,22 +107,33 @@ def parameters(model: ModelConfig) -> Iterator[Parameter]:
 
     def outside(name: str) -> Parameter:
         shape = unit_shape(name.removeprefix("decoder."), model)
-        return Parameter(name=name, inside=name, layer=None, shape=shape, matrix=False, model=model)
+        return Parameter(name=name, insides=(name,), layer=None, shape=shape, matrix=False, model=model)
 
     yield outside(EMBEDDING)
-    family = family_of(model)
-    shapes: dict[str, tuple[str, tuple[int, ...], bool]] = {
-        weight.name: (weight.name, (weight.rows, weight.cols), True) for weight in family.weights(model)
-    }
-    shapes |= {norm.name: (norm.fused or norm.name, (norm.elements,), False) for norm in family.norms(model)}
     for layer in range(model.num_layers):
-        for name, (inside, shape, matrix) in shapes.items():
-            yield Parameter(
-                name=f"{_LAYERS}{layer}.{name}", inside=inside, layer=layer, shape=shape, matrix=matrix, model=model
-            )
+        for parameter in _of_first_layer(model):
+            yield replace(parameter, name=f"{LAYERS}{layer}.{parameter.name}", layer=layer)
     yield outside(FINAL_NORM)
     if not model.tied_embeddings:
         yield outside(OUTPUT)
+
+
+def _of_first_layer(model: ModelConfig) -> Iterator[Parameter]:
+    """Yields the parameters of a layer, with their names in the layer."""
+    family = family_of(model)
+    for weight in family.weights(model):
+        inside, shape = weight.name, (weight.rows, weight.cols)
+        if weight.expert is not None:
+            inside = inside.removesuffix(f"{weight.expert}").replace("mlp.experts.", EXPERTS)
+        yield Parameter(
+            name=weight.name, insides=(inside,), layer=0, expert=weight.expert, shape=shape, matrix=True, model=model
+        )
+    for norm in family.vectors(model):
+        insides = (norm.fused,) if norm.fused else (norm.name, *filter(None, [_AS_IF_FUSED.get(norm.name)]))
+        yield Parameter(name=norm.name, insides=insides, layer=0, shape=(norm.elements,), matrix=False, model=model)
+    for router in family.routers(model):
+        shape = (router.rows, router.cols)
+        yield Parameter(name=router.name, insides=(router.name,), layer=0, shape=shape, matrix=False, model=model)
 
 
 def kind_of_state(keys: Collection[str], model: ModelConfig) -> Kind | None:
@@ -111,7 +144,7 @@ def kind_of_state(keys: Collection[str], model: ModelConfig) -> Kind | None:
     kinds: tuple[Kind, ...] = ("muon", "adamw")
     for kind in kinds:
         if all(
-            parameter.stored_key(keys, field)
+            parameter.stored_key(keys, field) or (kind == "muon" and parameter.updated_by_muon(keys))
             for parameter in parameters(model)
             for field in parameter.state_fields(kind)
         ):
@@ -126,22 +159,25 @@ def tensor_problems(keys: Mapping[str, tuple[int, ...]], model: ModelConfig) -> 
     known: set[str] = set()
     for parameter in parameters(model):
         for field in ("", MASTER, MOMENTUM, *MOMENTS):
-            key = parameter.stored_key(keys, field)
-            if key is None:
-                if not field:
-                    problems[parameter.numbered_key] = "the checkpoint has no such tensor"
-                continue
-            known.add(key)
-            shape = parameter.whole_shape(key)
-            if keys[key] != shape:
-                problems[key] = f"has shape {list(keys[key])}; the model's tensor has shape {list(shape)}"
+            stored = [*parameter.stored_keys(keys, field)]
+            if not stored and not field:
+                problems[parameter.numbered_keys[0]] = "the checkpoint has no such tensor"
+            known.update(stored)
+            for key in stored:
+                shape = parameter.whole_shape(key)
+                if keys[key] != shape:
+                    problems[key] = f"has shape {list(keys[key])}; the model's tensor has shape {list(shape)}"
     title = family_of(model).title
     others = (key for key in sorted(keys.keys() - known) if "optimizer." not in key)
     return problems | dict.fromkeys(others, f"canzona's {title} has no such tensor")
 
 
-def state_key(parameter: Parameter, field: str, kind: Kind) -> str:
-    """Returns the key that Megatron's optimizer gives to a parameter's master or to a field of its state."""
+def written_keys(parameter: Parameter, field: str, kind: Kind | None) -> list[str]:
+    """Returns the keys under which Megatron looks for a parameter, or for its master or a field of its state.
+
+    Args:
+        field: the master or a tensor of the state; empty for the parameter itself.
+    """
     muons = kind == "muon" and parameter.matrix
     name = _MASTERS[0 if muons else 1] if field == MASTER else field
-    return f"{STATE}{name}.{parameter.key}"
+    return [f"{STATE}{name}.{key}" if field else key for key in parameter.keys]

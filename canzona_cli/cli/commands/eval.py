@@ -5,9 +5,8 @@ from typing import Annotated, Literal
 from typer import Option
 
 from canzona_cli.checkpoint.store import choose
-from canzona_cli.cli.commands.output import AsJson, JsonFile, RecipesDirs, RunOrCheckpoint, Step, key_values
+from canzona_cli.cli.commands.output import AsJson, RecipesDirs, RunOrCheckpoint, Step, key_values
 from canzona_cli.core.errors import ConfigError, Problem
-from canzona_cli.records.words import json_text
 
 
 def eval(
@@ -31,7 +30,6 @@ def eval(
             "[default: train.eval_sequences sequences]",
         ),
     ] = None,
-    out: JsonFile = None,
     as_json: AsJson = False,
     recipes_dir: RecipesDirs = None,
 ) -> None:
@@ -40,7 +38,7 @@ def eval(
     Without settings, it repeats the run's own validation: same samples, layout and arithmetic, and therefore
     the same loss. Any other layout that fits can be set. The checkpoint is not changed.
     """
-    from canzona_cli.cli.commands.output import announce, progress, show, warn, write_out
+    from canzona_cli.cli.commands.output import announce, progress, show, warn
     from canzona_cli.cli.views.checkpoint import EvaluationView
     from canzona_cli.launch import evaluation
 
@@ -55,8 +53,6 @@ def eval(
     warn(prepared.notes)
     evaluated, folder = evaluation.run(prepared, progress)
     progress(f"logs: {folder}")
-    if out is not None:
-        write_out(out, json_text(evaluated.as_json()) + "\n", "use --out FILE.json in a writable folder")
     show(evaluated.as_json() if as_json else EvaluationView(evaluation=evaluated))
 
 

@@ -10,7 +10,7 @@ import typer
 from typer import Option
 
 from canzona_cli.checkpoint.store import StoredCheckpoint, choose
-from canzona_cli.cli.commands.output import AsJson, RunOrCheckpoint, Step
+from canzona_cli.cli.commands.output import AsJson, RunOrCheckpoint, Step, progress
 from canzona_cli.core.errors import EnvironmentProblem, Problem, refuse
 
 if TYPE_CHECKING:
@@ -70,10 +70,14 @@ def generate(
     from canzona_cli.checkpoint.huggingface.generating import SamplingSettings
 
     sampling = SamplingSettings(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    likeliest = "always the most likely token, unlike a run's samples; --temperature T samples"
+    how = f"step {checkpoint.step:,}: {f'sampled at temperature {temperature:g}' if temperature else likeliest}"
     if prompt is None:
+        progress(how)
         _converse(writer, sampling)
         return
     if not as_json:
+        progress(how)
         typer.echo(prompt, nl=False)
     written = writer.continue_text(prompt, sampling, stream=not as_json)
     if written.too_long:
@@ -84,7 +88,7 @@ def generate(
         from canzona_cli.cli.commands.output import show
 
         origin = {"checkpoint": str(checkpoint.path), "step": checkpoint.step, "prompt": prompt}
-        show({"version": JSON_VERSION, **origin, **asdict(written)})
+        show({"version": JSON_VERSION, **origin, **asdict(sampling), **asdict(written)})
 
 
 def _silence_teardown() -> None:

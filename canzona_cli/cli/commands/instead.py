@@ -22,27 +22,35 @@ _OTHER_WORDS = {
     "convert": "checkpoint export",
     "import": "checkpoint import",
     "tokenize": "data prepare",
-    "check": "validate",
+    "check": "train --dry-run",
     "submit": "slurm --submit",
     "benchmark": "bench",
     "list": "recipes list",
     "ls": "recipes list",
     "show": "recipes show",
     "copy": "recipes copy",
-    "layouts": "recipes layouts",
+    "layouts": "plan --layouts",
     "prepare": "data prepare",
     "verify": "checkpoint verify",
     "version": "--version",
 }
 """canzona's commands, by their names in other programs and by the bare names of subcommands."""
 _REMOVED: Mapping[str, str] = {
+    "validate": "use canzona train --dry-run, also with --json",
     "tune": "use canzona plan --layouts, then canzona bench of two recipes",
+    "plan --compare": "use -v for the phases of every strategy, or several values: optimizer.form=standard,gram",
+    "bench --out": "bench.json in the bench directory is the same, and --json prints it",
     "bench --sweep": "use canzona train with --sweep, then canzona report --compare",
     "bench --values": "write them as a setting: canzona train optimizer=muon,soap --sweep",
-    "train --trace": "use --profile FIRST-LAST: torch's profiler writes a Chrome trace of each rank",
-    "report --trace": "train with --profile FIRST-LAST: torch's profiler writes a Chrome trace of each rank",
+    "bench --simulate": "use canzona plan recipe=NAME gpus=8,64,256; with -v and one number of GPUs: all strategies",
+    "recipes layouts": "use canzona plan recipe=NAME gpus=8,64,256, or --layouts for one number of GPUs",
+    "train --trace": "write run.profile_steps=[FIRST,LAST]: torch's profiler writes a Chrome trace of each rank",
+    "report --trace": "train with run.profile_steps=[FIRST,LAST]: torch's profiler writes a Chrome trace of each rank",
+    "train --profile": "write run.profile_steps=[FIRST,LAST]",
+    "train --weights-from": "write init=RUN, or the path of a checkpoint or a Hugging Face folder",
+    "eval --out": "--json prints the JSON: canzona eval RUN --json > FILE.json",
 }
-"""The fixes for removed commands and options; an option is preceded by its command."""
+"""The fixes for removed commands and options; an option or a subcommand is preceded by its command."""
 _LEAVE_OUT = "leave it out"
 """The fix for a setting that canzona does not have. It makes no sense for a command, so `other_command`
 replaces it."""
@@ -111,6 +119,8 @@ def bad_usage(context: Any, error: Any, words: Sequence[str]) -> Problem:
     subcommands = getattr(context.command, "commands", {})
     if parameter is None and subcommands:
         word = words[0] if words else ""
+        if (instead := _REMOVED.get(f"{context.info_name} {word}")) is not None:
+            return Problem(key=f"{path} {word}", reason="was removed", fix=instead)
         near = closest(word, subcommands)
         existing = ", ".join(f"{path} {name}" for name in subcommands)
         fix = f"write {path} {near}" if near else f"there are {existing}"

@@ -4,7 +4,8 @@ that commands share.
 Imports rich only to print, so that help stays fast.
 """
 
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -13,7 +14,8 @@ from typer import Argument, Option
 from typer.models import ArgumentInfo
 
 from canzona_cli.config.completion import complete_override
-from canzona_cli.core.errors import write_error
+from canzona_cli.core.errors import Problem, write_error
+from canzona_cli.core.host import existing_folder
 from canzona_cli.core.writing import write_text_atomic
 from canzona_cli.records.words import json_text
 
@@ -161,6 +163,23 @@ def write_page(path: Path, page: "Document") -> None:
     progress(f"{path}: {page.title}")
 
 
+def page_problems(html: Path | None) -> Iterator[Problem]:
+    """Yields a problem if the page cannot be written to `html`, the path of --html."""
+    if html is None:
+        return
+    existing = existing_folder(html.absolute())
+    if html.suffix.lower() != ".html":
+        yield Problem("--html", "must end in .html", f"use --html {html.stem}.html", html)
+        return
+    reason = "" if os.access(existing, os.W_OK) else f"{existing} is not writable"
+    if html.is_dir():
+        reason = "is a directory"
+    elif not html.exists() and not existing.is_dir():
+        reason = f"{existing} is a file, not a folder"
+    if reason:
+        yield Problem("--html", reason, "choose a file in a writable folder: --html FILE", html)
+
+
 def key_values(help: str) -> ArgumentInfo:
     """Returns the command-line argument `KEY=VALUE ...`, with shell completion."""
     argument: ArgumentInfo = Argument(
@@ -190,7 +209,6 @@ RunOrCheckpoint = Annotated[
 Step = Annotated[int | None, Option("--step", metavar="N", help="The step of the checkpoint. [default: the newest]")]
 Destination = Annotated[Path, Argument(metavar="DEST.yaml", help="The file to write.")]
 Force = Annotated[bool, Option("--force", help="Replace the file if it exists.")]
-JsonFile = Annotated[Path | None, Option("--out", metavar="FILE.json", help="Also write the JSON to this file.")]
 AsJson = Annotated[bool, Option("--json", help="Print JSON instead of text.")]
 HtmlFile = Annotated[
     Path | None, Option("--html", metavar="FILE.html", help="Also write a self-contained page for a browser.")

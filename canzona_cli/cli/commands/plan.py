@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
@@ -15,6 +15,7 @@ from canzona_cli.cli.commands.output import (
     HtmlFile,
     RecipesDirs,
     key_values,
+    page_problems,
     progress,
     show,
     warn,
@@ -37,7 +38,7 @@ CLASHES = (
             reason="--layouts only lists layouts; it does not write a plan",
             fix=f"leave out {option}, or --layouts",
         )
-        for option in ("--out", "--html", "--compare")
+        for option in ("--out", "--html")
     ),
     *(
         Clash(
@@ -46,7 +47,7 @@ CLASHES = (
             reason="--from-megatron shows costs on one screen; it does not write a plan",
             fix=f"leave out {option}, and use it with the command that --from-megatron shows",
         )
-        for option in ("--out", "--html", "--compare", "--shapes", "--layouts")
+        for option in ("--out", "--html", "--shapes", "--layouts")
     ),
     *(
         Clash(
@@ -55,7 +56,7 @@ CLASHES = (
             reason="several values of a setting are shown as a table of plans, and none is written",
             fix=f"leave out {option}, or give each setting one value",
         )
-        for option in ("--out", "--html", "--compare", "--shapes", "--layouts", "--from-megatron")
+        for option in ("--out", "--html", "--shapes", "--layouts", "--from-megatron")
     ),
 )
 SHAPES_RECIPE = "qwen3-8b"
@@ -70,10 +71,6 @@ def plan(
         Path | None, Option(metavar="FILE", help="The plan file to write. [default: plans/RECIPE-GPUSgpus-HASH.json]")
     ] = None,
     html: HtmlFile = None,
-    compare: Annotated[
-        Literal["strategies", "form"] | None,
-        Option(help="Compare strategies by phase, or Muon's forms, instead of showing the plan."),
-    ] = None,
     shapes: Annotated[
         Path | None,
         Option(
@@ -105,14 +102,10 @@ def plan(
     from canzona_cli.config.sweep import is_sweep
 
     settings, dirs = overrides or [], recipes_dir or []
-    given = {"--out": out, "--html": html, "--compare": compare, "--shapes": shapes, "--from-megatron": from_megatron}
+    given = {"--out": out, "--html": html, "--shapes": shapes, "--from-megatron": from_megatron}
     several = any(map(is_sweep, settings))
     problems = [*clashes({**given, "--layouts": layouts, "--dry-run": dry_run, SEVERAL: several}, CLASHES)]
-    if html is not None:
-        from canzona_cli.bench.options import page_problems
-
-        problems += page_problems(html)
-    refuse(problems)
+    refuse([*problems, *page_problems(html)])
     if several or (dry_run and not any(given.values()) and not _names_recipe(settings)):
         from canzona_cli.cli.views.layouts import overview
 
@@ -140,9 +133,9 @@ def plan(
         return
     config, layout = resolve(config)
     warn(mode_warnings(config.setup, layout, None if shapes_file is None else shapes_file.matrices(layout)))
-    summary = not (json or verbose or html is not None or compare is not None)
+    summary = not (json or verbose or html is not None)
     baselines = SUMMARY if summary else STRATEGIES
-    study = study_run(config.setup, layout, compare, shapes_file, baselines, misfits=not summary)
+    study = study_run(config.setup, layout, shapes_file, baselines, details=not summary)
     written = None
     if not dry_run:
         from canzona_cli.core.planner.plan_file import default_path
@@ -174,7 +167,6 @@ def plan(
         config=config,
         study=study,
         written=written,
-        compare=compare,
         verbose=verbose,
         assumptions=assumptions,
         corpus=corpus,

@@ -1,5 +1,4 @@
-"""`canzona recipes`: lists, shows and copies recipes, derives them from Hugging Face models, and shows their
-layouts."""
+"""`canzona recipes`: lists, shows and copies recipes, and derives them from Hugging Face models."""
 
 import shlex
 from dataclasses import asdict, replace
@@ -188,40 +187,6 @@ def from_hf(
 def _named_after(file: Path, composed: "Composed") -> "RunConfig":
     """Returns a composed run with the name of a file, unless an override sets the name."""
     return composed.config if "name" in composed.explicit else replace(composed.config, name=file.stem)
-
-
-@app.command()
-def layouts(
-    names: Annotated[
-        list[str] | None,
-        Argument(metavar="NAME", help="The recipes. [default: all built-in GPU sizes]", show_default=False),
-    ] = None,
-    as_json: AsJson = False,
-    recipes_dir: RecipesDirs = None,
-) -> None:
-    """Show the layouts of recipes on 1 to 1024 GPUs.
-
-    Also shows the batch and the memory of the fullest GPU or, if the model does not fit, the changes that
-    would make it fit.
-    """
-    from canzona_cli.cli.views.layouts import layouts_by_gpus
-    from canzona_cli.config.compose import compose_run
-    from canzona_cli.config.tree import list_recipes
-
-    dirs = recipes_dir or ()
-    built_in = (recipe for recipe in list_recipes(dirs) if recipe.builtin and recipe.cluster != "cpu")
-    recipes = names or [recipe.name for recipe in built_in]
-    configs = [compose_run([f"recipe={name}"], recipes_dirs=dirs).config for name in recipes]
-    if not names:
-        configs.sort(key=lambda config: parameter_count(config.model).total)
-    if as_json:
-        listed = [layouts_by_gpus(config).as_json() for config in configs]
-        show_page({"version": JSON_VERSION, "recipes": listed})
-        return
-    for index, config in enumerate(configs):
-        if index:
-            typer.echo()
-        show_page(layouts_by_gpus(config))
 
 
 def _content(recipe: "RecipeInfo") -> dict[str, object]:

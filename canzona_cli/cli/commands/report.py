@@ -5,7 +5,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from canzona_cli.cli.commands.output import AsJson, HtmlFile, progress, show, write_page
+from canzona_cli.cli.commands.output import AsJson, HtmlFile, page_problems, progress, show, write_page
 from canzona_cli.core.errors import ConfigError, Problem, refuse
 from canzona_cli.records.files import RunFiles
 
@@ -96,8 +96,6 @@ def _check_usage(run_dirs: list[Path], *, compare: bool, html: Path | None) -> N
     Raises:
         ConfigError: they do not match, or the page cannot be written.
     """
-    from canzona_cli.bench.options import page_problems
-
     problems = [*page_problems(html)]
     if not compare and len(run_dirs) > 1:
         reason = f"there are {len(run_dirs)} run directories, but only --compare takes several"

@@ -1,13 +1,18 @@
 """`canzona train`: parses the options. `train_run`, which is imported later, does the work."""
 
-from typing import Annotated
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Option
 
 from canzona_cli.cli.commands.output import RecipesDirs, key_values, show, tell
-from canzona_cli.core.errors import Clash, Problem, clashes, refuse
+from canzona_cli.core.errors import CanzonaError, Clash, Problem, clashes, refuse
 from canzona_cli.records.streams import mark_training_run
+
+if TYPE_CHECKING:
+    from canzona_cli.cli.views.train_dry_run import DryRun
 
 CLASHES = (
     Clash(
@@ -49,16 +54,6 @@ def train(
             "optimizer.lr=muon:5e-3,1e-2,adamw:1e-3,3e-3).",
         ),
     ] = False,
-    profile: Annotated[
-        str | None,
-        Option(metavar="FIRST-LAST", help="Trace these steps with torch's profiler (run.profile_steps)."),
-    ] = None,
-    weights_from: Annotated[
-        str | None,
-        Option(
-            metavar="RUN|CHECKPOINT|DIR", help="Start from the weights of a run or a Hugging Face folder (also init=)."
-        ),
-    ] = None,
     quiet: Annotated[
         bool, Option("--quiet", "-q", help="Print only warnings, errors and one line at the end.")
     ] = False,
@@ -84,50 +79,47 @@ def train(
     requests = Requests(raising=True)
     with handle_signals(requests.add, to_the_end=True):
         try:
-            arguments = [*(overrides or []), *_profiled_steps(profile), *_weights(weights_from)]
             # These imports take a while, and signals that arrive meanwhile must be handled.
             if sweep:
                 from canzona_cli.cli.commands.train_sweep import sweep as train_swept
 
                 options = {"dry_run": dry_run, "prepare_only": prepare_only, "show_config": show_config}
-                train_swept(arguments, recipes_dir or [], requests, **options)
+                train_swept(overrides or [], recipes_dir or [], requests, **options)
             else:
                 from canzona_cli.cli.commands.train_run import run
 
-                run(
-                    arguments,
-                    recipes_dir or [],
-                    requests,
-                    dry_run=dry_run,
-                    prepare_only=prepare_only,
-                    show_config=show_config,
-                    quiet=quiet and not printed,
-                    present=(lambda description: show(description.as_json())) if as_json else show,
-                )
+                with _refusals_as_json() if as_json else nullcontext(show) as present:
+                    run(
+                        overrides or [],
+                        recipes_dir or [],
+                        requests,
+                        dry_run=dry_run,
+                        prepare_only=prepare_only,
+                        show_config=show_config,
+                        quiet=quiet and not printed,
+                        present=present,
+                    )
         except Preempted as request:
             outcome = early_stop_outcome(None, request)
             tell(outcome.message)
             raise typer.Exit(outcome.exit_code) from None
 
 
-def _weights(where: str | None) -> list[str]:
-    """Returns the override for `--weights-from`; empty without the option."""
-    from canzona_cli.config.overrides import text_value
+@contextmanager
+def _refusals_as_json() -> "Iterator[Callable[[DryRun], None]]":
+    """Provides a function that prints a run as JSON. An error that is raised before that is printed as JSON too."""
+    shown: list[DryRun] = []
 
-    return [] if where is None else [f"checkpoint.weights_from={text_value(where)}"]
+    def present(description: "DryRun") -> None:
+        shown.append(description)
+        show(description.as_json())
 
+    try:
+        yield present
+    except CanzonaError as error:
+        if shown:
+            raise
+        from canzona_cli.cli.views.train_dry_run import refused_json
 
-def _profiled_steps(text: str | None) -> list[str]:
-    """Converts `--profile 5-7` to the override run.profile_steps=[5,7], and `--profile 5` to the single step 5;
-    returns no override without the option.
-
-    Raises:
-        ConfigError: the value is not a range of steps.
-    """
-    if text is None:
-        return []
-    steps = [part.strip() for part in text.split("-")]
-    if len(steps) > 2 or not all(part.isdecimal() for part in steps):
-        reason = "is not the first and the last step to record"
-        refuse([Problem(key="--profile", value=text, reason=reason, fix="for example --profile 5-7")])
-    return [f"run.profile_steps=[{int(steps[0])},{int(steps[-1])}]"]
+        show(refused_json(error))
+        raise typer.Exit(error.exit_code) from None

@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 
 from canzona_cli.checkpoint.huggingface.folder import compose_with_weights, is_hugging_face, open_folder
+from canzona_cli.checkpoint.huggingface.foreign import foreign_problems
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.cli.commands.output import announce, check_inputs, progress, show, tell, tell_batch, warn, warn_about
 from canzona_cli.cli.outlook import outlook
@@ -475,7 +476,7 @@ def _card_rows(run: RunDirectory, config: RunConfig) -> Iterator[str]:
 def _next_rows(run: RunDirectory, config: RunConfig) -> Iterator[str]:
     """Yields the most useful commands after a run."""
     path = shlex.quote(os.path.relpath(run.path))
-    if CheckpointStore(run.files.checkpoints).latest() is not None:
+    if CheckpointStore(run.files.checkpoints).latest() is not None and not foreign_problems(config.model):
         prompt = "'def main'" if config.data.source == "stdlib" else "TEXT"
         yield f"next: canzona generate {path} --prompt {prompt}"
     yield f"next: canzona report {path} --html run.html"

@@ -12,12 +12,12 @@ from pathlib import Path
 import typer
 
 from canzona_cli.cli.commands import train_run
-from canzona_cli.cli.commands.output import progress, show, tell
+from canzona_cli.cli.commands.output import show, tell
 from canzona_cli.cli.views.errors import show_failure
 from canzona_cli.cli.views.ranking import RankingView
 from canzona_cli.cli.views.train_dry_run import DryRun, SweepDryRun
 from canzona_cli.config.overrides import key_of, text_value
-from canzona_cli.config.resolve import MIN_LR_RATIO, SweptRun, swept_runs
+from canzona_cli.config.resolve import SweptRun, swept_runs
 from canzona_cli.core.errors import ConfigError, ExitCode, Problem
 from canzona_cli.launch.resume import finished_result, holds_run, next_free
 from canzona_cli.launch.slurm import SlurmStep, current_step
@@ -51,10 +51,6 @@ def sweep(
     """
     runs, step = swept_runs(arguments, recipes_dirs), current_step()
     root = _sweep_directory(runs, step)
-    swept = {override for run in runs for override in run.combination.overrides}
-    derived_rates = {override for override in swept - {*arguments} if override.startswith(MIN_LR_RATIO)}
-    for override in sorted(derived_rates):
-        progress(f"note: optimizer.min_lr follows optimizer.lr, at the recipe's ratio: {override}")
     if step is not None and step.array_task is not None:
         runs = (_run_of_task(runs, step.array_task),)
         tell(f"task {step.array_task} of the sweep: {runs[0].combination.words}")

@@ -9,7 +9,7 @@
 | `errors` | the error messages of all commands |
 | `train*` | `canzona train`: the live view, plain lines for pipes, the dry run |
 | `run`, `run_page`, `compare` | `canzona report`: a run, its breakdown, and comparisons |
-| `plan`, `layouts` | `canzona plan`, and `canzona recipes layouts` |
+| `plan`, `layouts` | `canzona plan` |
 | `machines` | `canzona clusters` and `canzona doctor` |
 | `bench`, `checkpoint`, `calibrate`, `data` | the command of that name |
 

@@ -1,20 +1,18 @@
-"""Draws bars, timelines and load maps: with characters in a terminal, and as SVG in an HTML page.
+"""Draws bars with characters in a terminal, and bars, timelines and load maps as SVG in an HTML page.
 
 In a terminal without colour, each part is drawn with its letter. In a page, text has the same size on every
 screen, and a part shows its value while the pointer is over it.
 """
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from rich.console import RenderableType
 from rich.text import Text
 
 from canzona_cli.cli.views.markup import Html, Picture, foldable, join_markup, key, percent, table_html, tag
-from canzona_cli.cli.views.page import Screen, note
+from canzona_cli.cli.views.page import Screen
 from canzona_cli.cli.views.tables import GroupedTable, column
 from canzona_cli.core.phases import PHASES, STREAMS, Ink, Interval
 from canzona_cli.core.simulate.prediction import SimulatedEvent
@@ -41,7 +39,7 @@ MEMORY: Final[Mapping[str, Ink]] = MappingProxyType(
             ("logits", "L", "plum2", "#c7a3dd"),
             ("workspace", "K", "grey62", "#8c8c8c"),
             ("exchange", "X", "indian_red1", "#dd7d6b"),
-            ("measured_peak", "T", "grey53", "#7c8794"),
+            ("measured_peak", "T", "grey35", "#48606e"),
         )
     }
 )
@@ -69,7 +67,7 @@ class Bars(Picture):
 
     rows: Sequence[Bar]
     scale: float
-    """The amount that the full width represents; longer bars are cut off."""
+    """The amount that the full width represents."""
     inks: Mapping[str, Ink] = PHASES
     show: Callable[[float], str] = step_time
     """Formats an amount."""
@@ -82,20 +80,13 @@ class Bars(Picture):
             drawn = stacked_bar(row.parts, self.scale, width, self.inks, colour=screen.colour)
             if row.limit is not None:
                 drawn.append("·" * (round(width * row.limit / self.scale) - drawn.cell_len), style="dim")
-            if self._is_cut_off(row):
-                drawn.append(" ▶", style="bold")
             yield Text.assemble("  ", f"{clean(row.label):<10} {row.value:>9} ", drawn)
         yield from legend_lines(self._legend(), self.inks, screen.width, colour=screen.colour)
-        if any(map(self._is_cut_off, self.rows)):
-            yield Text("  ▶ continues beyond the full width", style="dim", no_wrap=True)
 
     def html(self) -> Html:
         shown = [tag("div", *self._row_html(row), class_="bar-row") for row in self.rows]
         keys = (key(self.inks[name].css, words) for name, words in self._legend())
         return tag("figure", *shown, tag("figcaption", *keys, class_="keys"), class_="bars")
-
-    def _is_cut_off(self, row: Bar) -> bool:
-        return sum(amount for _, amount in row.parts) > 1.001 * self.scale
 
     def _legend(self) -> list[tuple[str, str]]:
         """Returns the name and the legend text of each part that is drawn."""
@@ -122,7 +113,7 @@ class Bars(Picture):
         yield tag("span", row.label, class_="bar-label")
         look = "bar faint" if row.faint else "bar"
         yield tag("svg", *rects, class_=look, role="img", aria_label=f"{row.label}: {row.value}")
-        yield tag("span", row.value + " (cut off)" * self._is_cut_off(row), class_="bar-value")
+        yield tag("span", row.value, class_="bar-value")
 
 
 def phase_bar(label: str, phases: Mapping[str, float], seconds: float, *, faint: bool = False) -> Bar:
@@ -208,24 +199,11 @@ class Lane:
 
 @dataclass(frozen=True, kw_only=True)
 class Lanes(Picture):
-    """Lanes on one time axis."""
+    """Lanes on one time axis, in HTML pages."""
 
-    title: str
     rows: Sequence[Lane]
     start_s: float = 0.0
     end_s: float
-
-    def parts(self, screen: Screen) -> Iterator[Text]:
-        width = screen.width - _GUTTER
-        for index, row in enumerate(self.rows):
-            drawn = draw_lane(row.intervals, self.start_s, self.end_s, width, colour=screen.colour)
-            head = "" if index else self.title
-            yield Text.assemble("  ", (f"{head:<10}", "bold"), f"{row.label[:10]:<10} ", drawn)
-        left = step_time(self.start_s) if self.start_s else "0"
-        right = step_time(self.end_s)
-        middle = f"{step_time(self.end_s - self.start_s)} shown"
-        line = f"{left}{middle:^{max(0, width - len(left) - len(right))}}{right}"
-        yield Text(" " * _GUTTER + line[:width], style="dim")
 
     def html(self) -> Html:
         shown = []
@@ -255,36 +233,6 @@ def planned_lanes(events: Sequence[SimulatedEvent]) -> list[Lane]:
     ]
 
 
-def draw_lane(intervals: Iterable[Interval], start_s: float, end_s: float, width: int, *, colour: bool) -> Text:
-    """Draws a lane of `width` characters. Each character shows the phase that takes most of its time slice,
-    faint if phases fill less than half of the slice."""
-    drawn = Text(no_wrap=True)
-    slice_s = (end_s - start_s) / width
-    unfinished = 0
-    ordered = sorted(intervals, key=lambda part: part.start_s)
-    for column_index in range(width):
-        left, right = start_s + column_index * slice_s, start_s + (column_index + 1) * slice_s
-        while unfinished < len(ordered) and ordered[unfinished].end_s <= left:
-            unfinished += 1
-        covered_s: dict[str, float] = {}
-        for interval in ordered[unfinished:]:
-            if interval.start_s >= right:
-                break
-            overlap_s = min(interval.end_s, right) - max(interval.start_s, left)
-            covered_s[interval.name] = covered_s.get(interval.name, 0.0) + overlap_s
-        phase = max(covered_s, key=lambda name: covered_s[name], default=None)
-        if phase is None:
-            drawn.append("·", style="dim")
-            continue
-        look = PHASES[phase]
-        faint = sum(covered_s.values()) < slice_s / 2
-        if colour:
-            drawn.append("▒" if faint else "█", style=look.style)
-        else:
-            drawn.append(look.letter.lower() if faint else look.letter)
-    return drawn
-
-
 def _visible(intervals: Iterable[Interval], start_s: float, end_s: float) -> Iterator[Interval]:
     """Yields the visible intervals from start to end: joins close neighbours of the same name, and drops an
     interval that is too short to see if it closely follows another."""
@@ -308,19 +256,14 @@ def _visible(intervals: Iterable[Interval], start_s: float, end_s: float) -> Ite
 
 HEAT_LIMITS: Final = (0.5, 0.9, 1.1, 1.5)
 """The limits between the colours of a load map, as multiples of the mean load."""
-_HEAT_STYLES: Final = ("dodger_blue2", "sky_blue2", "green3", "gold3", "red3")
-_MOST_ROWS: Final = 16
-_WIDEST_CELL: Final = 4
 _MOST_LABELLED_OWNERS: Final = 16
 """The largest number of owners with which an HTML page writes the times into the cells of a map."""
-_MAP_GAP: Final = 2
-"""The number of characters between two maps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadMaps(Picture):
-    """Maps of the measured or planned load of every rank, next to each other: columns are owners (DP), rows
-    are hosts (TP)."""
+    """Maps of the measured or planned load of every rank, next to each other, in HTML pages: columns are
+    owners (DP), rows are hosts (TP)."""
 
     maps: Mapping[str, Sequence[float]]
     """The seconds of each cell, by a title such as the name of a strategy. The cell of an owner and a host has
@@ -335,28 +278,6 @@ class LoadMaps(Picture):
     @property
     def _axes(self) -> str:
         return f"columns: owners (DP 0 to {self.owners - 1}), rows: hosts (TP 0 to {self.hosts - 1})"
-
-    def parts(self, screen: Screen) -> Iterator[RenderableType]:
-        width = (screen.width - 2 - _MAP_GAP * (len(self.maps) - 1)) // len(self.maps)
-        width = min(width, max(4 * self.owners, 24))
-        blocks = [
-            [
-                Text(f"{title} {load_balance(loads):.2f}", style="bold"),
-                Text(f"slowest {step_time(max(loads))}", style="dim"),
-                *heat_map(loads, self.hosts, width),
-            ]
-            for title, loads in self.maps.items()
-        ]
-        for row in zip(*blocks, strict=True):
-            line = Text("  ", no_wrap=True)
-            for cell in row:
-                cell.truncate(width, pad=True)
-                line.append_text(cell).append(" " * _MAP_GAP)
-            line.rstrip()
-            yield line
-        per_column = owners_per_column(self.owners, width)
-        grouping = f"; up to {per_column} owners per column" if per_column > 1 else ""
-        yield note(f"{self._axes}; a full block is the slowest rank{grouping}")
 
     def html(self) -> Html:
         words = (*(f"up to {limit:g}" for limit in HEAT_LIMITS), "above that, times the mean")
@@ -395,48 +316,6 @@ class LoadMaps(Picture):
         picture = tag("svg", *cells, class_="map", height=26 * self.hosts, role="img", aria_label=description)
         caption = tag("figcaption", tag("b", title), tag("span", balance))
         return tag("figure", caption, picture, tag("p", f"{self._axes}, ms", class_="note"))
-
-
-def heat_map(loads: Sequence[float], hosts: int, width: int) -> Iterator[Text]:
-    """Draws a load map in rows of at most `width` characters.
-
-    The height of a block shows the load relative to the largest load, so a balanced map has full blocks
-    everywhere. The colour shows the load relative to the mean: green around the mean, yellow and red above,
-    blue below. If not all owners or hosts fit, a character shows the largest load of several.
-
-    Args:
-        loads: the seconds of each cell; the cell of an owner and a host has the index `owner * hosts + host`.
-        hosts: the number of TP ranks.
-    """
-    owners = len(loads) // hosts
-    mean, largest = sum(loads) / len(loads), max(loads)
-    cell_width = max(1, min(_WIDEST_CELL, width // owners))
-    columns = _bins(owners, width // cell_width)
-    for first_host, end_host in _bins(hosts, _MOST_ROWS):
-        row = Text(no_wrap=True)
-        for first_owner, end_owner in columns:
-            load = max(loads[o * hosts + h] for o in range(first_owner, end_owner) for h in range(first_host, end_host))
-            mark = _heat_mark(load / largest if largest > 0 else 0.0)
-            row.append(mark * cell_width, style=_HEAT_STYLES[heat_level(load, mean)])
-        yield row
-
-
-def owners_per_column(owners: int, width: int) -> int:
-    """Returns the largest number of owners in one column of a map with `width` columns."""
-    return max(end - begin for begin, end in _bins(owners, width))
-
-
-def _bins(count: int, most_bins: int) -> list[tuple[int, int]]:
-    """Divides `count` into at most `most_bins` ranges of nearly equal size."""
-    bins = max(1, min(count, most_bins))
-    edges = [index * count // bins for index in range(bins + 1)]
-    return list(itertools.pairwise(edges))
-
-
-def _heat_mark(relative_load: float) -> str:
-    if relative_load <= 0:
-        return "·"
-    return BLOCKS[max(1, min(len(BLOCKS) - 1, round(relative_load * (len(BLOCKS) - 1))))]
 
 
 def heat_level(load: float, mean: float) -> int:

@@ -7,7 +7,7 @@ pointer.
 import itertools
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -133,8 +133,6 @@ class Curve:
     group: str = ""
     """The name that stands for several curves, which have one colour and one entry in the legend; empty for the curve's
     own name."""
-    hollow: Collection[float] = ()
-    """The steps whose dots are drawn hollow."""
 
 
 def loss_curve(name: str, points: Sequence[tuple[int, float | None]]) -> Curve:
@@ -151,9 +149,8 @@ class Curves(Picture):
     curves: Sequence[Curve]
     height: int = 220
     """The height of the plot in an HTML page, in pixels."""
-    axes: Literal["linear", "log x", "log"] = "linear"
-    """The logarithmic axes: none (`linear`), only the x axis (`log x`), or both (`log`). A logarithmic x axis
-    has a label at every step."""
+    axes: Literal["linear", "log x"] = "linear"
+    """`log x` for a logarithmic x axis, which has a label at every step."""
     show: Callable[[float], str] = lambda value: number(value, ".4g")
     """Formats a value."""
     x: str = "step"
@@ -204,12 +201,10 @@ class _Chart:
         self._picture, self._curves = picture, curves
         self._labels_every_step = picture.axes != "linear"
         self._step_scale: Callable[[float], float] = math.log2 if self._labels_every_step else float
-        self._value_scale: Callable[[float], float] = math.log10 if picture.axes == "log" else float
         self._steps = sorted({step for curve in curves for step, _ in curve.points})
         values = [value for curve in curves for _, value in curve.points]
         self._left, self._right = self._step_scale(self._steps[0]), self._step_scale(self._steps[-1])
-        axis = _log_axis if picture.axes == "log" else _axis
-        self._low, self._high, self._ticks = axis(min(values), max(values))
+        self._low, self._high, self._ticks = _axis(min(values), max(values))
 
     def html(self) -> Html:
         picture, looks, height = self._picture, self._looks(), self._picture.height
@@ -221,11 +216,10 @@ class _Chart:
             positions = [(round(_DRAWING_WIDTH * self._x(step), 1), round(self._y(value), 1)) for step, value in points]
             paths.append(tag("path", d="M" + "L".join(f"{a},{b}" for a, b in positions), class_=f"curve {look}"))
             if curve.dots or len(points) == 1:
-                for (a, b), (step, _) in zip(positions, points, strict=True):
-                    css = f"dot {look}{' hollow' if step in curve.hollow else ''}"
-                    dots.append(tag("circle", cx=percent(a / _DRAWING_WIDTH), cy=b, r=3, class_=css))
+                for a, b in positions:
+                    dots.append(tag("circle", cx=percent(a / _DRAWING_WIDTH), cy=b, r=3, class_=f"dot {look}"))
             texts = [[a, step, picture.show(value)] for (a, _), (step, value) in zip(positions, points, strict=True)]
-            curve_data.append({"name": curve.name, "points": texts})
+            curve_data.append({"name": curve.name, "group": curve.group or curve.name, "points": texts})
         size = {"width": "100%", "height": height}
         stretched = tag("svg", *paths, viewBox=f"0 0 {_DRAWING_WIDTH} {height}", preserveAspectRatio="none", **size)
         cursor = tag("line", y1="0", y2=height, x1="0", x2="0", class_="cursor")
@@ -235,8 +229,9 @@ class _Chart:
         named = dict.fromkeys(
             key(look, curve.group or curve.name) for curve, look in zip(self._curves, looks, strict=True)
         )
-        caption = (tag("b", picture.title), *(named if len(named) > 1 else ()), tag("output", class_="readout"))
-        parts = (tag("figcaption", *caption), drawing)
+        caption = (tag("b", picture.title), *(named if len(named) > 1 else ()))
+        # Below the drawing, which must not move under the pointer when the text gets longer.
+        parts = (tag("figcaption", *caption), drawing, tag("output", class_="readout"))
         return tag("figure", *parts, class_="chart", data_curves=json.dumps(curve_data), data_x=picture.x)
 
     def _x(self, step: float) -> float:
@@ -246,14 +241,15 @@ class _Chart:
 
     def _y(self, value: float) -> float:
         """Returns the vertical position of a value, in pixels from the top."""
-        low, high = self._value_scale(self._low), self._value_scale(self._high)
-        return self._picture.height * (high - self._value_scale(value)) / (high - low)
+        return self._picture.height * (self._high - value) / (self._high - self._low)
 
     def _axes(self) -> Iterator[Html]:
         for tick in self._ticks:
             y = f"{self._y(tick):.1f}"
             yield tag("line", x1="0", x2="100%", y1=y, y2=y, class_="grid")
-            yield tag("text", self._picture.show(tick), x="-8", y=y, class_="tick value")
+            text = self._picture.show(tick)
+            text = text.rstrip("0").rstrip(".") if "." in text else text
+            yield tag("text", text, x="-8", y=y, class_="tick value")
         for step in dict.fromkeys(self._written_steps()):
             x = self._x(step)
             css = "tick begin" if x < 0.02 else "tick end" if x > 0.98 else "tick"
@@ -307,19 +303,6 @@ def _axis(low: float, high: float) -> tuple[float, float, list[float]]:
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= least_step)
     first_tick, last_tick = math.floor(low / step), math.ceil(high / step)
     return first_tick * step, last_tick * step, [count * step for count in range(first_tick, last_tick + 1)]
-
-
-def _log_axis(low: float, high: float) -> tuple[float, float, list[float]]:
-    """Returns bounds (low, high) around positive values, each 1, 2 or 5 times a power of ten, and the numbers
-    that label the axis."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    ticks = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
-    lowest = max((tick for tick in ticks if tick <= low), default=ticks[0])
-    highest = min((tick for tick in ticks if tick >= high and tick > lowest), default=10 * ticks[-3])
-    shown = [tick for tick in ticks if lowest <= tick <= highest]
-    if len(shown) >= 8:
-        shown = [tick for tick in shown if f"{tick:e}"[0] == "1"]  # only the powers of ten
-    return lowest, highest, shown
 
 
 def _step(step: float) -> str:

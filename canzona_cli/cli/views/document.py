@@ -46,6 +46,8 @@ class Document:
     title: str
     status: str = ""
     mood: Mood = "odd"
+    lead: str = ""
+    """The sentence below the title, such as a verdict; empty for none."""
     top: Html = NOTHING
     """The content before the first section."""
     sections: Sequence[Section]
@@ -103,7 +105,7 @@ def sections(parts: Iterable[RenderableType]) -> list[Section]:
         if text is not None and (head := _title(text)):
             close()
             title = head
-            lead = text.plain[len(head) :].strip().lstrip(",:").strip()
+            lead = text.plain[len(head) :].lstrip(" ,:;").strip()
             body = []
         else:
             body.append(part)

@@ -11,14 +11,12 @@ from canzona_cli.core.planner.measures import balance
 from canzona_cli.core.planner.plan_file import ObtainedPlan
 from canzona_cli.core.setup import CustomConfig, Device, Layout, TrainConfig
 from canzona_cli.core.simulate.fast_paths import FastPaths
-from canzona_cli.records.breakdown import describes_machine
-from canzona_cli.records.corpus import PreparedCorpus, supply
 from canzona_cli.records.words import count, duration, layout_code, layout_words, plural, size, step_time
 
 if TYPE_CHECKING:
-    from canzona_cli.launch.view import (
-        EarlierSteps,  # that module imports all records of a run; plans need none of them
-    )
+    # These modules import the records of runs; the tables of plans need none of them.
+    from canzona_cli.launch.view import EarlierSteps
+    from canzona_cli.records.corpus import PreparedCorpus
 
 
 def rank_word(device: Device | None) -> str:
@@ -78,7 +76,7 @@ def describe_precision(config: RunConfig) -> str:
     return train.precision if train.fp8 == "none" else f"{train.precision} with FP8 matmuls ({train.fp8})"
 
 
-def describe_data(config: RunConfig, corpus: PreparedCorpus | None) -> str:
+def describe_data(config: RunConfig, corpus: "PreparedCorpus | None") -> str:
     """Describes the data: `Python standard library, byte tokenizer, 12.3 M tokens, 1,204 documents`. Without
     a corpus, the counts are missing, and so is the tokenizer unless the data is the built-in corpus. A validation set
     of its own comes last."""
@@ -148,6 +146,8 @@ def _cost(config: RunConfig, outlook: Outlook) -> str:
 
 def _describes_machine(config: RunConfig) -> bool:
     """Returns True if times simulated with the run's profile describe the run's machine."""
+    from canzona_cli.records.breakdown import describes_machine
+
     return describes_machine(config.cluster.device, calibrated=config.cluster.calibrated)
 
 
@@ -186,7 +186,7 @@ def header_rows(
     layout: Layout,
     *,
     run_dir: Path | None = None,
-    corpus: PreparedCorpus | None = None,
+    corpus: "PreparedCorpus | None" = None,
     plan: ObtainedPlan | None = None,
     earlier: "EarlierSteps | None" = None,
     samples: int | None = None,
@@ -201,6 +201,7 @@ def header_rows(
         routed: True to list which parameters are updated as matrices, and which by AdamW.
     """
     from canzona_cli.core.model.families import parameter_count
+    from canzona_cli.records.corpus import supply
 
     samples = earlier.samples if earlier is not None else samples
     parameters = parameter_count(config.model).total

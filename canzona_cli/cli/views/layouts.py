@@ -1,5 +1,4 @@
-"""The screens about layouts: a table of plans and the fastest layouts of a run (`canzona plan`), and a recipe's
-layout on each number of GPUs (`canzona recipes layouts`)."""
+"""The screens of `canzona plan` about several layouts: a table of plans, and the fastest layouts of a run."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -9,30 +8,28 @@ from pathlib import Path
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.bench.simulated import SIZES, SIZES_WITH_EXPERTS
 from canzona_cli.cli.outlook import Outlook, outlook
 from canzona_cli.cli.views.header import layout_name, optimizer_words, rank_word
 from canzona_cli.cli.views.page import Page, Screen, note, paragraph, section_head
 from canzona_cli.cli.views.tables import Table, rows_table
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.overrides import key_of
-from canzona_cli.config.resolve import fill, resolve
+from canzona_cli.config.resolve import resolve
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.sweep import Combination, combinations
-from canzona_cli.core.costs.gpus import with_layers_here
-from canzona_cli.core.costs.memory import GIB, Memory, capacity, headroom
-from canzona_cli.core.errors import ConfigError, DoesNotFit
-from canzona_cli.core.model.families import family_of, parameter_count
-from canzona_cli.core.planner.make import make_plan, plan_of_run, plannable
-from canzona_cli.core.planner.memory import memory_of
-from canzona_cli.core.setup import Layout, Setup
+from canzona_cli.core.costs.memory import GIB, capacity, headroom
+from canzona_cli.core.errors import DoesNotFit
+from canzona_cli.core.planner.make import make_plan, plannable
+from canzona_cli.core.setup import Setup
 from canzona_cli.core.setup.execution import RELEASED_TP_MODES, AnyStrategy, with_flex
 from canzona_cli.core.simulate import fit
 from canzona_cli.core.simulate.compare import Study, study_run
 from canzona_cli.core.simulate.predict import LABELS
-from canzona_cli.core.simulate.search import LayoutResult, LayoutSearch, candidates, search
+from canzona_cli.core.simulate.search import LayoutResult, LayoutSearch, search
 from canzona_cli.records.words import count, layout_code, number, plural, predicted_overhead, step_time
 
+SIZES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b")
+SIZES_WITH_EXPERTS = ("qwen3-30b-a3b", "qwen3-235b-a22b")
 VERSION = 3
 """The version of the overview's JSON. New keys do not change it; any other change raises it."""
 
@@ -137,7 +134,7 @@ def _planned(run: Combination, dirs: Sequence[Path]) -> PlanRow:
     study = None
     with suppress(DoesNotFit):
         config, layout = resolve(config)
-        study = study_run(config.setup, layout, baselines=_BASELINES, tp_modes=RELEASED_TP_MODES, misfits=False)
+        study = study_run(config.setup, layout, baselines=_BASELINES, tp_modes=RELEASED_TP_MODES, details=False)
     return PlanRow(config=config, values=run.values, study=study)
 
 
@@ -341,126 +338,3 @@ def _limits(tried: LayoutResult) -> str:
     """Formats the two largest parts of an iteration other than compute: `updates 5%, pipeline idle 3%`."""
     shares = ((name, seconds / tried.iteration_s) for name, seconds in tried.spent.overheads[:2])
     return ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= _WORTH_NAMING)
-
-
-GPU_COUNTS = (1, 8, 16, 32, 64, 128, 256, 512, 1024)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayoutRow:
-    """The layout of a recipe on one number of GPUs."""
-
-    gpus: int
-    layout: Layout | None
-    """The chosen layout; if none fits, the one that needs the least memory; None if no layout is legal."""
-    memory: Memory | None
-    """The memory of the fullest rank in this layout."""
-    note: str
-    """The settings that would make a layout fit, or the reason why no layout is legal; empty if a layout
-    fits."""
-
-    @property
-    def fits(self) -> bool:
-        return self.layout is not None and not self.note
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayoutsByGpus(Page):
-    """The layouts of a recipe: a table with a row for each number of GPUs, which fits in 80 columns."""
-
-    config: RunConfig
-    rows: tuple[LayoutRow, ...]
-
-    def as_json(self) -> dict[str, object]:
-        """Returns the recipe's part of `canzona recipes layouts --json`."""
-        rows = [
-            {
-                "gpus": row.gpus,
-                "fits": row.fits,
-                "layout": None if row.layout is None else asdict(row.layout),
-                "memory_bytes": None if row.memory is None else row.memory.total,
-                "note": row.note,
-            }
-            for row in self.rows
-        ]
-        return {"recipe": self.config.name, "capacity_bytes": capacity(self.config.setup), "rows": rows}
-
-    def parts(self, screen: Screen) -> Iterator[RenderableType]:
-        model, cluster = self.config.model, self.config.cluster
-        counted = parameter_count(model)
-        optimizer = optimizer_words(self.config.optimizer.name, self.config.engine.strategy)
-        job = f" on {cluster.name}, {optimizer}, sequences of {self.config.train.seq_length} tokens"
-        yield section_head(self.config.name, job)
-        parameters = f"{_billions(counted.total)} parameters"
-        published = family_of(model).published
-        if model.name in published:
-            total, body = published[model.name]
-            parameters += f" (published {total}), {_billions(counted.non_embedding)} without embeddings"
-            parameters += f" ({body})" if body else ""
-        yield paragraph(parameters, "dim")
-        yield paragraph(
-            f"batch: sequences per step = micro-batch x accumulation x DP; PP2x9, for example, is 2 pipeline stages of "
-            f"9 model chunks each; GiB/rank: memory of the fullest rank; the limit is {_usable_memory(self.config)}",
-            "dim",
-        )
-        ranks = "GPUs" if cluster.device == "cuda" else "ranks"
-        table = Table()
-        table.add_numbers(ranks)
-        table.add_column("layout", min_width=14, no_wrap=True)
-        table.add_numbers("batch")
-        table.add_column("recompute", no_wrap=True)
-        table.add_column("GiB/rank", justify="right")
-        for row in self.rows:
-            table.add_row(*_layout_cells(row), style="" if row.fits else "yellow")
-        yield table
-        for row in self.rows:
-            if row.note:
-                yield paragraph(row.note, "yellow", first=f"{row.gpus:>{len(ranks)}}: ")
-
-
-def layouts_by_gpus(config: RunConfig, gpu_counts: Sequence[int] = GPU_COUNTS) -> LayoutsByGpus:
-    """Chooses a layout for each number of GPUs; `config.gpus` is ignored."""
-    unconstrained = replace(config, cluster=replace(with_layers_here(config.cluster), nodes=None))
-    rows = tuple(_row(replace(unconstrained, gpus=gpus)) for gpus in gpu_counts)
-    return LayoutsByGpus(config=unconstrained, rows=rows)
-
-
-def _row(config: RunConfig) -> LayoutRow:
-    try:
-        best = fit.choose(config.setup)
-    except ConfigError as error:
-        reasons = (f"{problem.key}={problem.value} {problem.reason}" for problem in error.problems)
-        return LayoutRow(gpus=config.gpus, layout=None, memory=None, note="; ".join(reasons))
-    if best is not None:
-        run = fill(config, best.layout)
-        note = ""
-        memory: Memory = best.memory
-        try:
-            memory = memory_of(run.setup, best.layout, plan_of_run(run.setup, best.layout))
-        except DoesNotFit as error:
-            note = "; ".join(f"{problem.reason}: {problem.fix}" for problem in error.problems)
-        return LayoutRow(gpus=config.gpus, layout=best.layout, memory=memory, note=note)
-    smallest = min(candidates(config.setup), key=lambda candidate: candidate.memory.total)
-    ways = [override for override, _ in fit.suggestions(config.setup)]
-    note = f"would fit with {' or '.join(ways)}" if ways else "needs a smaller model, or GPUs with more memory"
-    return LayoutRow(gpus=config.gpus, layout=smallest.layout, memory=smallest.memory, note=note)
-
-
-def _layout_cells(row: LayoutRow) -> tuple[str, ...]:
-    layout, memory = row.layout, row.memory
-    if layout is None or memory is None:
-        return f"{row.gpus}", "not possible", "", "", ""
-    gib = f"{memory.total / GIB:.1f}" if memory.total >= GIB else f"{memory.total / GIB:.2f}"
-    if not row.fits:
-        return f"{row.gpus}", "does not fit", "", "", gib
-    return (
-        f"{row.gpus}",
-        layout_code(layout),
-        f"{layout.global_batch_size} = {layout.micro_batch_size} x {layout.num_microbatches} x {layout.dp}",
-        layout.recompute,
-        gib,
-    )
-
-
-def _billions(parameters: int) -> str:
-    return f"{parameters / 1e9:.3f} B" if parameters >= 1e8 else f"{parameters / 1e6:.2f} M"

@@ -2,14 +2,15 @@
 terminal's tables."""
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from html import escape
 from itertools import pairwise
 
 import rich.table
+from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.cli.views.page import Page
+from canzona_cli.cli.views.page import Page, Screen
 from canzona_cli.cli.views.tables import Cell, Columns, GroupedTable, column
 from canzona_cli.records.words import clean
 
@@ -32,7 +33,10 @@ NOTHING = Html()
 
 
 class Picture(Page):
-    """The base class of charts: an HTML page shows `html()`, a terminal shows `parts()`."""
+    """The base class of charts: an HTML page shows `html()`, a terminal shows `parts()`, which may be nothing."""
+
+    def parts(self, screen: Screen) -> Iterator[RenderableType]:
+        yield from ()
 
     @abstractmethod
     def html(self) -> Html:

@@ -11,10 +11,13 @@ for (const figure of document.querySelectorAll("figure[data-curves]")) {
     points.reduce((best, point) => (Math.abs(point[0] - place) < Math.abs(best[0] - place) ? point : best));
   const show = (place) => {
     at = places.indexOf(nearest(places.map((x) => [x]), place)[0]);
-    const closest = curves.map((curve) => [curve.name, nearest(curve.points, places[at])]);
+    const closest = curves.map((curve) => [curve.group, nearest(curve.points, places[at])]);
     const step = nearest(closest.map(([, point]) => point), places[at])[1];
-    const here = closest.filter(([, point]) => Math.abs(point[0] - places[at]) <= 10);
-    const values = here.map(([name, point]) => (curves.length > 1 ? `${name} ${point[2]}` : point[2]));
+    const values = [...new Set(closest.map(([group]) => group))].flatMap((group) => {
+      const here = closest.filter(([name, point]) => name === group && Math.abs(point[0] - places[at]) <= 10);
+      const texts = here.map(([, point]) => point[2]).join(" ");
+      return here.length ? [curves.length > 1 ? `${group} ${texts}` : texts] : [];
+    });
     readout.textContent = `${figure.dataset.x} ${step.toLocaleString("en")}: ${values.join(", ")}`;
     cursor.setAttribute("x1", `${places[at] / 10}%`);
     cursor.setAttribute("x2", `${places[at] / 10}%`);

@@ -1,8 +1,8 @@
-"""The screens of `canzona plan`: a summary that fits in 25 lines, one comparison, or everything about a plan; and the
+"""The screens of `canzona plan`: a summary that fits in 25 lines, or everything about a plan; and the
 cost of a Megatron-LM run's optimizer compared with canzona's."""
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from canzona_cli.cli.outlook import Outlook, outlook
-from canzona_cli.cli.views.charts import MEMORY, Bar, Bars, Lanes, LoadMaps, phase_bar, planned_lanes
+from canzona_cli.cli.views.charts import MEMORY, Bar, Bars, Lanes, LoadMaps, planned_lanes
 from canzona_cli.cli.views.header import describe_batch, describe_layout, fast_path_rows, outlook_rows, rank_word
 from canzona_cli.cli.views.page import (
     Page,
@@ -31,7 +31,7 @@ from canzona_cli.core.costs.update import RULES
 from canzona_cli.core.phases import LABELS
 from canzona_cli.core.planner.measures import UpdateKind, kinds
 from canzona_cli.core.setup import Gathering, Reduction
-from canzona_cli.core.simulate.compare import STRATEGIES, SUMMARY, Comparison, Study, Variant, mode_key
+from canzona_cli.core.simulate.compare import STRATEGIES, SUMMARY, Study, mode_key
 from canzona_cli.records.breakdown import describes_machine
 from canzona_cli.records.corpus import PreparedCorpus, supply
 from canzona_cli.records.words import MISSING, count, milliseconds, plural, predicted_overhead, size, step_time, traffic
@@ -52,8 +52,6 @@ class PlanView(Page):
     study: Study
     written: Path | None = None
     """The plan file; None if nothing was written."""
-    compare: Comparison | None = None
-    """The comparison that replaces the summary; None to show the summary."""
     verbose: bool = False
     """True to show everything about the plan."""
     assumptions: bool = False
@@ -70,27 +68,27 @@ class PlanView(Page):
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         study = self.study
-        compared = [] if self.compare is None else [phases if self.compare == "strategies" else variants]
         yield self._title()
-        sections = compared or [strategies]
+        sections: Sequence[Callable[[Study, Screen], Iterator[RenderableType]]] = [strategies]
         if self.verbose:
             yield from labelled_rows(self._rows())
-            sections = [strategies_section, *compared, load_map, memory, iterations, streams]
-        elif not compared:
+            sections = [strategies_section, phases, *([load_map] * screen.page), memory, *([streams] * screen.page)]
+        else:
             yield from labelled_rows(self._main_rows())
         for section in sections:
             yield Text()
             yield from section(study, screen)
         if self.assumptions:
             yield from items("Assumptions", study.assumptions, "dim")
-        if self.verbose or self.assumptions or compared:
+        if self.verbose or self.assumptions:
             yield Text()  # the summary has no line to spare
         name = study.plan.hash if self.verbose else study.plan.name
         if self.written is not None:
             yield paragraph(f"Plan {name} was written to {self.written}.")
         elif self.verbose:
             yield paragraph(f"Plan {name}")
-        yield from map(note, self._hints())
+        if not screen.page:
+            yield note(self._hint())
 
     @property
     def _unit(self) -> str:
@@ -220,17 +218,11 @@ class PlanView(Page):
         expected = "" if error is None else f"; expected RMS error of the singular values: {error:g}"
         return f"{shapes}{expected}"
 
-    def _hints(self) -> Iterator[str]:
-        """Yields hints about the options that show more."""
-        hints = (
-            []
-            if self.assumptions
-            else [f"Simulated under {len(self.study.assumptions)} assumptions; --assumptions lists them."]
-        )
-        if not self.verbose:
-            hints.append("-v adds all details.")
-        if hints:
-            yield " ".join(hints)
+    def _hint(self) -> str:
+        """Returns a hint about the options that show more."""
+        counted = f"Simulated under {len(self.study.assumptions)} assumptions; --assumptions lists them. "
+        more = "--html FILE draws timelines and the load of every rank." if self.verbose else "-v adds all details."
+        return counted * (not self.assumptions) + more
 
 
 def _shared(kind: UpdateKind) -> str:
@@ -285,6 +277,8 @@ def strategies(study: Study, screen: Screen, *, whole: bool = False) -> Iterator
         if any(mode != first for mode in others):
             faster = f"layerwise: TP mode {first}, sc: {others[0]}"
         yield note(f"{faster}; layer_sharded: Megatron's main branch")
+    if (optimizer := study.setup.optimizer.name) != "muon":
+        yield note(f"layerwise: Megatron has it only for muon; simulated with {optimizer}")
 
 
 def strategies_section(study: Study, screen: Screen) -> Iterator[RenderableType]:
@@ -336,34 +330,6 @@ def phases(study: Study, screen: Screen) -> Iterator[RenderableType]:
     )
 
 
-def variants(study: Study, screen: Screen) -> Iterator[RenderableType]:
-    """Yields a table that compares plans of the same run with other values of a setting."""
-    yield section_head("Alternatives", f" to this plan, strategy {study.strategy}")
-    heads = ("balance", "bound", "bytes", "padding", "optimizer", "iteration", "GiB")
-    planned = getattr(study.setup.optimizer, "form", "")
-    names = [variant.name + " *" * (variant.name == planned) for variant in study.variants]
-    yield rows_table(heads, zip(names, map(_variant_cells, study.variants), strict=True))
-    yield note("*: this plan; balance: update time of the slowest rank over the mean; bytes: peak over mean per owner")
-
-
-def _variant_cells(variant: Variant) -> tuple[str, ...]:
-    communication = variant.communication
-    return (
-        f"{variant.balance.grid:.3f}",
-        f"{variant.balance.lower_bound:.3f}",
-        f"{communication.dp_byte_balance:.2f}",
-        f"{100 * communication.padding_fraction:.1f}%",
-        step_time(variant.result.optimizer_s),
-        step_time(variant.result.iteration_s),
-        f"{variant.memory_bytes / GIB:.1f}",
-    )
-
-
-_CUT = 1.6
-"""The largest scale of the bars, as a multiple of the longest iteration of the strategies other than sc. If
-sc's bar is longer, it is cut off."""
-
-
 def load_map(study: Study, screen: Screen) -> Iterator[RenderableType]:
     """Yields a map of the ranks' update times for each of `Study.drawn_strategies`; with several pipeline
     stages, only of the stage with the slowest rank."""
@@ -391,30 +357,17 @@ def memory(study: Study, screen: Screen) -> Iterator[RenderableType]:
     yield Bars(rows=[row], scale=scale, inks=MEMORY, show=size, amounts=True)
 
 
-def iterations(study: Study, screen: Screen) -> Iterator[RenderableType]:
-    """Yields one bar per strategy on one scale: the phases of the slowest rank's iteration."""
-    results = {name: study.strategies[name].result for name in STRATEGIES}
-    longest = max(result.iteration_s for name, result in results.items() if name != "sc")
-    scale = min(max(result.iteration_s for result in results.values()), _CUT * longest)
-    yield section_head("Iteration", f", exposed time of each phase; the full width is {step_time(scale)}")
-    rows = [phase_bar(name, result.phases, result.iteration_s) for name, result in results.items()]
-    yield Bars(rows=rows, scale=scale)
-
-
 def streams(study: Study, screen: Screen) -> Iterator[RenderableType]:
-    """Yields the timeline of the rank that finishes last: the full iteration, then its part from gradient
-    norm and clipping on, enlarged. In a page, the enlarged part shows all recorded ranks."""
+    """Yields the timeline of the rank that finishes last, and that of all recorded ranks from gradient norm and
+    clipping on, enlarged."""
     result = study.planned.result
     slowest, end_s = result.slowest_rank, max(event.end_s for event in result.events)
     enlarged_start_s = min((event.start_s for event in result.events if event.phase == "norm_clip"), default=0.0)
     yield section_head("Timeline", f" of {study.strategy} on rank {slowest}, which finishes last")
     slowest_lanes = planned_lanes([event for event in result.events if event.rank == slowest])
-    yield Lanes(title="iteration", rows=slowest_lanes, end_s=end_s)
+    yield Lanes(rows=slowest_lanes, end_s=end_s)
     late_events = [event for event in result.events if event.end_s > enlarged_start_s]
-    enlarged_lanes = planned_lanes(late_events) if screen.page else slowest_lanes
-    yield Lanes(title="enlarged", rows=enlarged_lanes, start_s=enlarged_start_s, end_s=end_s)
-    if not (screen.colour or screen.page):
-        yield note("Lower-case letters: phases fill less than half of the time slice.")
+    yield Lanes(rows=planned_lanes(late_events), start_s=enlarged_start_s, end_s=end_s)
 
 
 _SHOWN = 4

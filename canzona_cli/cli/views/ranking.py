@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import dropwhile
+from typing import Literal, get_args
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -14,7 +15,7 @@ from rich.text import Text
 from canzona_cli.cli.views.charts import phase_bar, step_bars
 from canzona_cli.cli.views.compare import RunPairView, setting_value
 from canzona_cli.cli.views.curves import Curve, Curves, side_by_side
-from canzona_cli.cli.views.document import Document, elements, sections
+from canzona_cli.cli.views.document import Document, sections
 from canzona_cli.cli.views.page import Page, Screen, note, paragraph, section_head
 from canzona_cli.cli.views.tables import Columns, GroupedTable, column, rows_table
 from canzona_cli.records.compare import compare_two, run_figures
@@ -24,7 +25,6 @@ from canzona_cli.records.groups import (
     By,
     Ranking,
     losses_of,
-    product,
 )
 from canzona_cli.records.statistics import MeanSpread
 from canzona_cli.records.summary import RunSummary
@@ -33,6 +33,10 @@ from canzona_cli.records.words import MISSING, count, duration, number, plural, 
 _LONGEST_LABEL = 40
 _MOST_NAMES = 4
 """The most runs that a remark names."""
+_Form = Literal["full", "compact", "narrow"]
+_FORMS: tuple[_Form, ...] = get_args(_Form)
+"""The forms of the table, of which the first that fits is shown. full: with what the verdict says of each group, and
+the spread of step times. narrow: the rates that were tried stand below the table."""
 _SHOWN_SHARE = 5
 """Loss curves begin after the warm-up, and after a fifth of the steps. Also, each begins where it has fallen to the
 highest loss in the middle of the steps: before that, losses fall so far that the ends of the curves would lie on one
@@ -56,8 +60,12 @@ class RankingView(Page):
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         ranking = self.ranking
         labels = group_labels(ranking)
-        yield GroupedTable(head=_head(ranking), labels=labels, groups=list(_columns(ranking)))
-        yield from map(note, _explanation(ranking, labels))
+        for form in _FORMS:
+            table = GroupedTable(head=_head(ranking), labels=labels, groups=list(_columns(ranking, form)))
+            if table.fits(screen.width):
+                break
+        yield table
+        yield from map(note, _explanation(ranking, labels, form))
         if (verdict := verdict_text(ranking)) is not None and not screen.page:  # there, it is at the top
             yield Text()
             yield paragraph(verdict, "bold")
@@ -97,9 +105,20 @@ def _label(settings: Mapping[str, object]) -> str:
     return ", ".join(parts)
 
 
-def _columns(ranking: Ranking) -> Iterator[Columns]:
-    lines = ranking.lines
-    for key in ranking.rates if len(ranking.groups) > 1 else ():  # otherwise, the lines are named after their rates
+def _columns(ranking: Ranking, form: _Form) -> Iterator[Columns]:
+    lines, seeds = ranking.lines, _seeds(ranking)
+    rows = [
+        (MISSING,) * 3 if best is None else (_loss(best.loss.mean), _loss(best.loss.spread), str(len(best.losses)))
+        for best in (line.best for line in lines)
+    ]
+    losses = Columns(f"{ranking.by} loss" if form == "full" else ranking.by, ("mean", "spread", "seeds"), rows)
+    yield losses.drop(*["spread"] * (max(seeds, default=0) < 2), *["seeds"] * (len(seeds) < 2))
+    if form == "full" and ranking.verdict:
+        above = [(_loss(each.gap), number(each.p, ".2g")) for each in ranking.verdict]
+        without = [(MISSING,) * 2] * (len(lines) - 1 - len(above))
+        above_best = Columns("above best", ("by", "p"), [("", ""), *above, *without])
+        yield above_best.drop(*["p"] * all(each.p is None for each in ranking.verdict))
+    for key in _rates_shown(ranking):
         name, tried = key.rpartition(".")[2], [line.tried(key) for line in lines]
         if max(map(len, tried)) == 1:
             yield column(name, [f"{rate:g}" for (rate,) in tried])
@@ -108,22 +127,20 @@ def _columns(ranking: Ranking) -> Iterator[Columns]:
             MISSING if line.best is None else f"{line.best.rates[key]:g}{'!' if key in line.edges else ' '}"
             for line in lines
         )
-        yield Columns(name, ("tried", "best "), [*zip(map(_range, tried), best_rates, strict=True)])
-    rows = [
-        (MISSING,) * 3 if best is None else (_loss(best.loss.mean), _loss(best.loss.spread), str(len(best.losses)))
-        for best in (line.best for line in lines)
-    ]
-    losses = Columns(f"{ranking.by} loss", ("mean", "spread", "seeds"), rows)
-    seeds = _seeds(ranking)
-    yield losses.drop(*["spread"] * (max(seeds, default=0) < 2), *["seeds"] * (len(seeds) < 2))
+        rates = Columns(name, ("best ", "tried"), [*zip(best_rates, map(_range, tried), strict=True)])
+        yield rates.drop(*["tried"] * (form == "narrow"))
     if any(line.step_s is not None for line in lines):
-        yield column("step", [_step(line.step_s) for line in lines])
+        times = (line.step_s for line in lines)
+        yield column("step", [_step(s) if form == "full" else step_time(s and s.mean) for s in times])
     if len(lines) > 1 and ranking.target is not None:
         reached = [(line, ranking.reached(line)) for line in lines]
-        cells = [
-            (duration(line.seconds_of(step)), count(product(step, line.tokens_per_step))) for line, step in reached
-        ]
+        cells = [(duration(line.seconds_of(step)), count(line.tokens_at(step))) for line, step in reached]
         yield Columns(f"until {_loss(ranking.target)}", ("time", "tokens"), cells)
+
+
+def _rates_shown(ranking: Ranking) -> tuple[str, ...]:
+    """Returns the rates that have columns; none if the lines are named after their rates."""
+    return ranking.rates if len(ranking.groups) > 1 else ()
 
 
 def _seeds(ranking: Ranking) -> set[int]:
@@ -143,8 +160,8 @@ def _range(tried: Sequence[float]) -> str:
     return f"{tried[0]:g}" if len(tried) == 1 else f"{tried[0]:g}..{tried[-1]:g}"
 
 
-def _explanation(ranking: Ranking, labels: Sequence[str]) -> Iterator[str]:
-    """Yields the sentence that says what the numbers of the table are."""
+def _explanation(ranking: Ranking, labels: Sequence[str], form: _Form) -> Iterator[str]:
+    """Yields the sentence that says what the numbers of the table are, and what has no room in it."""
     if ranking.step is None or ranking.reference is None:
         yield "there is no step at which all groups have a loss"
         return
@@ -154,7 +171,7 @@ def _explanation(ranking: Ranking, labels: Sequence[str]) -> Iterator[str]:
         parts.append(f"mean of {SMOOTHED_STEPS} logged steps, because there is no common validation")
     if max(seeds := _seeds(ranking)) > 1:
         parts.append(f"spread: standard deviation over {'' if len(seeds) > 1 else f'{max(seeds)} '}seeds")
-    if any(line.step_s is not None and line.step_s.spread is not None for line in ranking.lines):
+    if form == "full" and any(line.step_s is not None and line.step_s.spread is not None for line in ranking.lines):
         parts.append("±: standard deviation over runs")
     if any(group.unequal_seeds for group in ranking.groups):
         parts.append("best: by the seeds that all rates of a group have, if there are any")
@@ -167,6 +184,12 @@ def _explanation(ranking: Ranking, labels: Sequence[str]) -> Iterator[str]:
         chosen = ", at best rates chosen on the same seeds" * any(len(group.trials) > 1 for group in ranking.lines)
         parts.append(f"p: paired t-test over {span} shared seeds{holm}{chosen}")
     yield "; ".join(parts)
+    for key in _rates_shown(ranking) if form == "narrow" else ():
+        tried: dict[str, list[str]] = {}
+        for label, line in zip(labels, ranking.lines, strict=True):
+            tried.setdefault(_range(line.tried(key)), []).append(label)
+        spans = (f"{span} by {_and(of)}" for span, of in tried.items())
+        yield f"{key.rpartition('.')[2]} tried: {'; '.join(spans if len(tried) > 1 else tried)}"
 
 
 def verdict_text(ranking: Ranking) -> str | None:
@@ -174,8 +197,7 @@ def verdict_text(ranking: Ranking) -> str | None:
     missing; None if there are no two groups with losses."""
     if not (verdict := ranking.verdict):
         return None
-    named = "" if (head := _head(ranking)) in ("optimizer", "group") else f"{head} "
-    best, *others = (f"{named}{label}" for label in group_labels(ranking))
+    best, *others = _full_names(ranking)
     cases: dict[tuple[str, str], list[str]] = {}
     for label, line, each in zip(others, ranking.lines[1:], verdict, strict=False):
         judged = plural(each.seeds, "shared seed") if each.p is None else f"p = {number(each.p, '.2g')}"
@@ -183,6 +205,12 @@ def verdict_text(ranking: Ranking) -> str | None:
         case = _NOT_JUDGED if each.higher is None else worse if each.higher else _NOT_TOLD_APART
         cases.setdefault(case, []).append(f"{label} (by {_loss(abs(each.gap))}, {judged})")
     return "; ".join(f"{best} {verb} {_and(labels)}{caveat}" for (verb, caveat), labels in cases.items())
+
+
+def _full_names(ranking: Ranking) -> list[str]:
+    """Returns the name of each line with the setting that it is a value of, such as `lr 0.01`."""
+    named = "" if (head := _head(ranking)) in ("optimizer", "group") else f"{head} "
+    return [f"{named}{label}" for label in group_labels(ranking)]
 
 
 def _and(names: Sequence[str]) -> str:
@@ -198,9 +226,9 @@ def _remarks(ranking: Ranking, labels: Sequence[str]) -> Iterator[str]:
             text = f"the best {key.rpartition('.')[2]} is the {edge} tried; the optimum may be {beyond} it"
             at_edge.setdefault(text, []).append(label)
     yield from (f"{', '.join(names)}: {text}" for text, names in at_edge.items())
-    tokens = [line.tokens_per_step for line in ranking.lines if line.tokens_per_step is not None]
+    tokens = [amount for line in ranking.lines if (amount := line.tokens_at(ranking.step)) is not None]
     if ranking.step is not None and len({*tokens}) > 1:
-        least, most = (count(ranking.step * amount) for amount in (min(tokens), max(tokens)))
+        least, most = count(min(tokens)), count(max(tokens))
         yield f"steps differ in tokens: at step {ranking.step:,}, groups had trained on {least} to {most} tokens"
     if left_out := ranking.left_out:
         names = [f"{run.run_dir.name} ({run.status}, step {run.step:,})" for run in left_out]
@@ -240,13 +268,20 @@ def run_names(runs: Sequence[RunSummary]) -> list[str]:
 def comparison_page(ranking: Ranking) -> Document:
     """Returns the page of a comparison: loss curves, groups, losses by learning rate and step times; for two runs,
     also all differences."""
-    verdict = verdict_text(ranking)
     return Document(
         kind="canzona report --compare",
-        title=plural(len(ranking.comparison.runs), "run"),
-        top=elements([] if verdict is None else [paragraph(verdict)]),
+        title=_headline(ranking),
+        lead=verdict_text(ranking) or "",
         sections=sections(_page_parts(ranking)),
     )
+
+
+def _headline(ranking: Ranking) -> str:
+    """Returns the number of runs and, if groups are compared, the best one with its loss."""
+    runs, best = plural(len(ranking.comparison.runs), "run"), ranking.lines[0].best
+    if best is None or not ranking.verdict:
+        return runs
+    return f"{runs}: {_full_names(ranking)[0]} has the lowest {ranking.by} loss, {_loss(best.loss.mean)}"
 
 
 def _page_parts(ranking: Ranking) -> Iterator[RenderableType]:

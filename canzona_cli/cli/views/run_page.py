@@ -32,7 +32,7 @@ from canzona_cli.records.compare import run_figures
 from canzona_cli.records.files import RunFiles, read_json
 from canzona_cli.records.records import Event, RankTimeline, StageEvent, describe, load_timelines
 from canzona_cli.records.summary import RunSummary
-from canzona_cli.records.words import duration, json_text, number, plural, size, step_time
+from canzona_cli.records.words import MISSING, duration, json_text, number, plural, size, step_time
 
 _MOST_RANKS = 8
 """The most ranks whose timelines are drawn."""
@@ -78,7 +78,7 @@ def _tiles(summary: RunSummary) -> Html:
     """Returns the tiles with the main figures of a run."""
     figures = run_figures(summary)
     steps = f"{summary.step:,}" + ("" if summary.steps_planned is None else f" of {summary.steps_planned:,}")
-    rows = {
+    tiles = {
         "steps": steps,
         "loss": number(figures["loss"], ".4f"),
         "validation": number(figures["best_validation"], ".4f"),
@@ -87,7 +87,7 @@ def _tiles(summary: RunSummary) -> Html:
         "MFU": number(figures["mfu"], ".1%"),
         "memory": size(figures["peak_memory_bytes"]),
     }
-    return fact_list(rows.items(), class_="tiles")
+    return fact_list([(name, value) for name, value in tiles.items() if value != MISSING], class_="tiles")
 
 
 def _faults(summary: RunSummary) -> Iterator[RenderableType]:
@@ -204,7 +204,7 @@ def _timeline(files: RunFiles, layout: Layout | None, planned: Prediction | None
     if planned is not None and planned.events:
         yield tag("h3", f"planned, profile {planned.profile}")
         end_s = max(event.end_s for event in planned.events)
-        yield Lanes(title="planned", rows=planned_lanes(planned.events), end_s=end_s)
+        yield Lanes(rows=planned_lanes(planned.events), end_s=end_s)
 
 
 def _measured_lanes(ranks: Sequence[RankTimeline], layout: Layout | None) -> Lanes:
@@ -218,7 +218,7 @@ def _measured_lanes(ranks: Sequence[RankTimeline], layout: Layout | None) -> Lan
         transfers = lanes(step.transfers)
         rows += [Lane(label="in flight", intervals=_shift(lane, shift_s)) for lane in transfers[:2]]
     end_s = max(rank.steps[-1].end_s + shifts[rank.clock] for rank in ranks)
-    return Lanes(title="measured", rows=rows, end_s=end_s - begin_s)
+    return Lanes(rows=rows, end_s=end_s - begin_s)
 
 
 def lanes(intervals: Iterable[Interval]) -> list[list[Interval]]:

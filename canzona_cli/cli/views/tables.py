@@ -126,9 +126,16 @@ class GroupedTable:
     """The number of groups that are always shown; later groups are shown only if they fit beside the others.
     None to show all groups."""
 
+    @property
+    def _gutter(self) -> int:
+        return max(len(self.head), *(_text(label).cell_len for label in self.labels))
+
+    def fits(self, width: int) -> bool:
+        """Returns True if all groups stand beside one another in this many characters."""
+        return self._gutter + sum(_GAP + group.width for group in self.groups) <= width
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        gutter = max(len(self.head), *(_text(label).cell_len for label in self.labels))
-        for index, groups in enumerate(self._side_by_side(options.max_width - gutter)):
+        for index, groups in enumerate(self._side_by_side(options.max_width - self._gutter)):
             if index:
                 yield Text()
             yield self._table(groups)

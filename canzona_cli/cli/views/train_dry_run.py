@@ -1,5 +1,5 @@
 """The screens of `canzona train --dry-run` and `--prepare-only` (the resolved run or, for a sweep, a table of runs,
-and the command that starts a run), and the JSON of `canzona validate`."""
+and the command that starts a run)."""
 
 import shlex
 from collections.abc import Iterator, Mapping
@@ -58,7 +58,7 @@ def resolved_json(config: RunConfig, layout: Layout, plan: ObtainedPlan | None) 
 
 
 def refused_json(error: CanzonaError) -> dict[str, object]:
-    """Returns the JSON of `canzona validate --json` for a refused run; secrets are redacted."""
+    """Returns the JSON of a refused run; secrets are redacted."""
     problems = [
         {
             "key": problem.key,
@@ -68,7 +68,7 @@ def refused_json(error: CanzonaError) -> dict[str, object]:
         }
         for problem in error.problems
     ]
-    return {"version": VERSION, "ok": False, "exit_code": int(error.exit_code), "problems": problems}
+    return {"version": VERSION, "exit_code": int(error.exit_code), "problems": problems}
 
 
 def _plan(obtained: ObtainedPlan) -> dict[str, object]:

@@ -75,6 +75,7 @@ class TrainState:
     last: StepMetrics | None = None
     """The newest logged step."""
     step: int = 0
+    tokens_seen: int = 0
     smoothed: float | None = None
     """The exponentially smoothed loss, corrected for start-up bias."""
     non_finite: int = 0
@@ -99,6 +100,7 @@ class TrainState:
         """Takes over the loss curve, the validations and the step of the earlier launches of a resumed run,
         but not their speed."""
         for metrics in earlier.metrics:
+            self.tokens_seen = metrics.tokens or self.tokens_seen
             if (loss := finite_or_none(metrics.loss)) is not None:
                 self.history.add(metrics.step, loss)
         for validation in earlier.validations:
@@ -116,6 +118,7 @@ class TrainState:
         now = self.clock()
         self.last = metrics
         self.step = metrics.step
+        self.tokens_seen = metrics.tokens or self.tokens_seen
         self.updated = now
         loss = finite_or_none(metrics.loss)
         if loss is None:
@@ -185,11 +188,6 @@ class TrainState:
     @property
     def step_s(self) -> float | None:
         return statistics.median(self._step_times) if self._step_times else None
-
-    @property
-    def tokens_seen(self) -> int:
-        train = self.config.train
-        return train.sequences(self.layout.global_batch_size, 1, self.step) * train.seq_length
 
     @property
     def elapsed(self) -> float:

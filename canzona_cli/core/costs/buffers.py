@@ -6,11 +6,12 @@ attention, QK-norm and no dropout (see `layer_activations`). (t, c) are tp and c
 
 import math
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 from canzona_cli.core.costs.scratch import FP32, momentary_bytes
-from canzona_cli.core.model.families import family_of, replicated_parameters
+from canzona_cli.core.model.families import count_layers, family_of, final_norm_elements, small_parameters
 from canzona_cli.core.model.family import Family, Weight, Work
 from canzona_cli.core.model.matrices import Shape, layer_on_rank
 from canzona_cli.core.optimizers.facts import Algorithm
@@ -43,7 +44,7 @@ class StageWeights:
     """The elements of the rank's experts if ep > 1, because their gradients are then reduced over other ranks
     (`Mesh.expert_owners`); 0 if ep = 1."""
     others: int
-    """The elements of the other parameters, which AdamW updates: embedding, output layer, norms, routers."""
+    """The elements of the other parameters, which AdamW updates: embedding, output layer, norms, biases, routers."""
     largest: int
     """The elements of the largest single parameter."""
 
@@ -72,14 +73,20 @@ def stage_weights(setup: Setup, layout: Layout, stage: int) -> StageWeights:
     the embedding."""
     model = setup.model
     first, last = stage == 0, stage == layout.pp - 1
-    cut, experts, largest, replicated = _layer_weights(model, layout.tp, layout.ep)
-    layers = stage_layers(model.num_layers, layout, stage)
+    chunks = (chunk_layers(model.num_layers, layout, stage, chunk) for chunk in range(layout.vpp))
+    counts = count_layers(model, chunks)
+    of_layer = {kind: _layer_weights(kind, layout.tp, layout.ep) for kind in counts}
+    cut, experts, small = (sum(n * of_layer[kind][part] for kind, n in counts.items()) for part in (0, 1, 3))
+    largest = max(weights[2] for weights in of_layer.values())
     vocabulary = model.vocab_size * model.hidden_size // layout.tp
     copies = int(first) + int(last and not (first and model.tied_embeddings))
     return StageWeights(
-        matrices=layers * (cut + experts),
-        experts=layers * experts,
-        others=layers * replicated + copies * vocabulary + (model.hidden_size if last else 0),
+        matrices=cut + experts,
+        experts=experts,
+        others=small
+        + copies * vocabulary
+        + (model.positions * model.hidden_size if first else 0)
+        + (final_norm_elements(model) if last else 0),
         largest=max(vocabulary if copies else 0, largest),
     )
 
@@ -87,10 +94,10 @@ def stage_weights(setup: Setup, layout: Layout, stage: int) -> StageWeights:
 @lru_cache(maxsize=256)
 def _layer_weights(model: ModelConfig, tp: int, ep: int) -> tuple[int, int, int, int]:
     """Counts the elements of one layer on a rank: of the matrices that tensor parallelism cuts, of the rank's
-    experts if ep exceeds 1, of the largest matrix, and of norms and routers."""
+    experts if ep exceeds 1, of the largest matrix, and of norms, biases and routers."""
     divided, whole = layer_on_rank(model, "fused", ep)
     cut, experts = [matrix.elements // tp for matrix in divided], [matrix.elements for matrix in whole]
-    return sum(cut), sum(experts), max(*cut, *experts), replicated_parameters(model)
+    return sum(cut), sum(experts), max(*cut, *experts), small_parameters(model, tp)
 
 
 def stored_shapes(setup: Setup, layout: Layout) -> Counter[Shape]:
@@ -240,23 +247,32 @@ def _layers_in_flight(layers: int, pp: int, vpp: int, count: int, stage: int) ->
 
 def transient(setup: Setup, algorithm: Algorithm, layout: Layout, stage: int) -> Transient:
     """Counts the bytes that a rank of `stage` needs in addition to its state while it computes."""
+    (of_stage,) = transients(setup, algorithm, layout, (stage,))
+    return of_stage
+
+
+def transients(setup: Setup, algorithm: Algorithm, layout: Layout, stages: Iterable[int]) -> Iterator[Transient]:
+    """Yields the `transient` of each of several stages."""
     model, width, t = setup.model, setup.train.weight_bytes, layout.tp
     family, hidden = family_of(model), model.hidden_size
-    weights = stage_weights(setup, layout, stage)
     tokens = micro_batch_tokens(setup, layout)
     layer = layer_activations(setup, family, layout, layout.recompute)
-    activations = layers_in_flight(model.num_layers, layout, stage) * layer
-    logits = 0
-    if stage == layout.pp - 1:
-        activations += 2 * width * stream_elements(setup, layout)
-        logits = _output_layer(setup, tokens * model.vocab_size // t, tokens * hidden, model.vocab_size * hidden // t)
     # The backward pass of one layer: gradients of its largest activations, the gathered stream, the gradient
     # of the largest weight before it is added to the buffer, and the activations that recomputation restores.
     largest = family.activations(model, True).largest * tokens // t
-    working = width * (largest + 2 * tokens * hidden + weights.largest)
-    working += layer_activations(setup, family, layout, "none") - layer
-    update, adamw = _step_bytes(setup, algorithm, layout, weights)
-    return Transient(activations=activations, logits=logits, working=working, update=update, adamw=adamw)
+    restored = layer_activations(setup, family, layout, "none") - layer
+    for stage in stages:
+        weights = stage_weights(setup, layout, stage)
+        activations = layers_in_flight(model.num_layers, layout, stage) * layer
+        logits = 0
+        if stage == layout.pp - 1:
+            activations += 2 * width * stream_elements(setup, layout)
+            logits = _output_layer(
+                setup, tokens * model.vocab_size // t, tokens * hidden, model.vocab_size * hidden // t
+            )
+        working = width * (largest + 2 * tokens * hidden + weights.largest) + restored
+        update, adamw = _step_bytes(setup, algorithm, layout, weights)
+        yield Transient(activations=activations, logits=logits, working=working, update=update, adamw=adamw)
 
 
 def _output_layer(setup: Setup, logits: int, stream: int, weights: int) -> int:

@@ -20,7 +20,7 @@ instead of this model.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 from canzona_cli.core.setup import ClusterConfig, Collective, Layout
@@ -95,7 +95,7 @@ class Transfer(NamedTuple):
     def followed_by(self, other: "Transfer") -> "Transfer":
         """Returns one transfer that takes as long as this transfer and then `other`. If they use different
         links, the time on the less busy link counts as latency."""
-        longer = max(self, other, key=lambda transfer: transfer.link_s)
+        longer = self if self.link_s >= other.link_s else other
         shared = self.link == other.link or not self.link_s * other.link_s
         link_s = self.link_s + other.link_s if shared else longer.link_s
         seconds = self.seconds + other.seconds
@@ -111,11 +111,11 @@ class Group:
     per_machine: int
     """The number of members on each node; 1 if nodes do not have equal numbers (`strided_group`)."""
 
-    @property
+    @cached_property
     def machines(self) -> int:
         return -(-self.size // self.per_machine)
 
-    @property
+    @cached_property
     def link(self) -> Link:
         """The link that the group's collectives use: the network if the group spans several nodes, otherwise
         the link within a node."""

@@ -27,6 +27,7 @@ from canzona_cli.core.costs.buffers import (
     stage_weights,
     stored_shapes,
     transient,
+    transients,
     weight_copies,
 )
 from canzona_cli.core.costs.padding import lay_out
@@ -125,13 +126,24 @@ def estimate(setup: Setup, layout: Layout) -> MemoryEstimate:
     )
 
 
-def needs_at_most(setup: Setup, layout: Layout, limit: int) -> bool:
-    """Returns True if the `estimate` of the fullest rank is at most `limit` bytes. Faster than the estimate, because
-    most layouts that need more already do so without temporary memory."""
-    algorithm, stages = algorithm_of(setup), _fullest_stages(layout)
-    return all(sum(_lasting_parts(setup, algorithm, layout, stage)) <= limit for stage in stages) and all(
-        sum(_stage_parts(setup, algorithm, layout, stage).values()) <= limit for stage in stages
-    )
+def least_recomputed(setup: Setup, layouts: Sequence[Layout], limit: int) -> int | None:
+    """Returns the place of the first layout whose `estimate` is at most `limit` bytes; None if there is none.
+
+    Args:
+        layouts: layouts that differ only in recomputation, in order of increasing recomputation, which never needs more
+            memory.
+    """
+    algorithm, stages = algorithm_of(setup), _fullest_stages(layouts[0])
+    # The same for all layouts, and usually too much for layouts that do not fit.
+    left = {stage: limit - sum(_lasting_parts(setup, algorithm, layouts[0], stage)) for stage in stages}
+
+    def fits(layout: Layout) -> bool:
+        needed = transients(setup, algorithm, layout, left)
+        return all(sum(each.parts().values()) <= spare for each, spare in zip(needed, left.values(), strict=True))
+
+    if min(left.values()) < 0 or not fits(layouts[-1]):
+        return None
+    return next((place for place, layout in enumerate(layouts[:-1]) if fits(layout)), len(layouts) - 1)
 
 
 def _fullest_stages(layout: Layout) -> list[int]:

@@ -5,7 +5,7 @@ The forward and backward passes are timed module by module (`costs.modules`), be
 may become complete, or a bucket of weights may be needed, between any two modules.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache, reduce
 from itertools import accumulate
 
@@ -13,7 +13,7 @@ from canzona_cli.core.costs.buffers import stage_weights, stream_elements
 from canzona_cli.core.costs.links import Groups, Links, Transfer
 from canzona_cli.core.costs.modules import CAST_BYTES, Module, ModuleTimes
 from canzona_cli.core.costs.update import adamw_seconds, memory_rate, step_factor
-from canzona_cli.core.setup import Layout, Setup
+from canzona_cli.core.setup import Layout, Recompute, Setup
 from canzona_cli.core.setup.stages import chunk_layers
 
 PASS_S = 150e-6
@@ -126,7 +126,7 @@ def stage_time(setup: Setup, layout: Layout, stage: int) -> StageTime:
 def passes(setup: Setup, layout: Layout) -> list[list[tuple[float, float]]]:
     """Returns the forward and backward seconds of one micro-batch, by stage and model chunk: the
     `StageTime.passes` of all stages, computed faster, without lists of modules."""
-    (layer_s, layer_back_s), embedding, output = _pieces(setup, _one_stage(layout))
+    (layer_s, layer_back_s), embedding, output = _pieces(setup, *_ranks(layout))
     layers, pass_s = setup.model.num_layers, PASS_S
 
     def of_chunk(stage: int, chunk: int) -> tuple[float, float]:
@@ -143,23 +143,49 @@ def passes(setup: Setup, layout: Layout) -> list[list[tuple[float, float]]]:
 def layer_and_ends(setup: Setup, layout: Layout) -> tuple[float, float]:
     """Returns the seconds of a micro-batch's forward and backward pass through a layer; and those through the
     embedding and the output layer together."""
-    layer, embedding, output = _pieces(setup, _one_stage(layout))
+    layer, embedding, output = _pieces(setup, *_ranks(layout))
     return sum(layer), sum(embedding) + sum(output)
 
 
-def _one_stage(layout: Layout) -> Layout:
-    """Returns the layout that has the same `_pieces` as all layouts with this product of pp and dp."""
-    return replace(layout, pp=1, vpp=1, dp=layout.dp * layout.pp, num_microbatches=1, global_batch_size=1)
+def _ranks(layout: Layout) -> tuple[int, int, int, int, int, Recompute, bool]:
+    """Returns all of a layout on which `_pieces` depend: pp and dp matter only as their product, so that many layouts
+    share a cached result."""
+    return (
+        layout.tp,
+        layout.cp,
+        layout.dp * layout.pp,
+        layout.ep,
+        layout.micro_batch_size,
+        layout.recompute,
+        layout.sequence_parallel,
+    )
 
 
 @lru_cache(maxsize=4096)
-def _pieces(setup: Setup, layout: Layout) -> tuple[tuple[float, float], ...]:
-    """Returns the forward and backward seconds of a layer, of the embedding and of the output layer.
-
-    The seconds depend on pp and dp only through their product. The caller therefore sets pp to 1 and
-    multiplies dp by it, so that layouts that differ only in how they divide ranks between pp and dp share a
-    cached result. Nor do the seconds depend on whether the output layer is tied.
-    """
+def _pieces(
+    setup: Setup,
+    tp: int,
+    cp: int,
+    dp: int,
+    ep: int,
+    micro_batch_size: int,
+    recompute: Recompute,
+    sequence_parallel: bool,
+) -> tuple[tuple[float, float], ...]:
+    """Returns the forward and backward seconds of a layer, of the embedding and of the output layer, on one stage.
+    They do not depend on whether the output layer is tied."""
+    layout = Layout(
+        tp=tp,
+        pp=1,
+        cp=cp,
+        dp=dp,
+        ep=ep,
+        micro_batch_size=micro_batch_size,
+        num_microbatches=1,
+        global_batch_size=1,
+        recompute=recompute,
+        sequence_parallel=sequence_parallel,
+    )
     times = ModuleTimes(setup, layout)
     pieces = times.layer(), [times.embedding()], [times.output(tied=False)]
     stages = (StageTime(chunks=(tuple(modules),), hop=Transfer(), pass_s=0.0) for modules in pieces)

@@ -128,6 +128,7 @@ class ModuleTimes:
         return modules if first_experts is None else _with_launches(self._cluster, modules, first_experts)
 
     def embedding(self) -> Module:
+        model = self._setup.model
         moved_s = 2 * self._memory_s * self._stream
         forward_s, backward_s = self._on_slowest_gpu(moved_s, moved_s)
         return Module(
@@ -136,7 +137,7 @@ class ModuleTimes:
             forward_s=forward_s,
             backward_s=backward_s,
             again_s=0.0,
-            weights=self._setup.model.vocab_size // self._layout.tp * self._setup.model.hidden_size,
+            weights=(model.vocab_size // self._layout.tp + model.positions) * model.hidden_size,
             moves=(self._exchange, self._exchange),
         )
 

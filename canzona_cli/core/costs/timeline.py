@@ -173,8 +173,8 @@ class Timeline:
         self, slowed_by: Mapping[Hashable, Sequence[Hashable]], share: float
     ) -> tuple[_Order, list[float], list[float]]:
         """Simulates tasks as `run_slowed` does; returns their order, and the start and the end of each."""
-        order = self._order()
-        start, end = self._times(order)
+        order, seconds = self._order(), [task.seconds for task in self.tasks]
+        start, end = self._times(order, seconds)
         if not share:
             return order, start, end
         # The tasks that take time, by the streams that are looked at.
@@ -190,33 +190,8 @@ class Timeline:
                 transfers = [(start[index], end[index]) for index in by_stream[transfer_stream]]
                 if transfers:
                     computing = [(index, start[index], end[index]) for index in by_stream[stream]]
-                    self._slow_down(computing, transfers, share)
-        return order, *self._times(order)
-
-    def _slow_down(
-        self, computing: Sequence[tuple[int, float, float]], transfers: Sequence[tuple[float, float]], share: float
-    ) -> None:
-        """Lengthens each task by `share` times its overlap with `transfers`; both are in order of time.
-
-        Args:
-            computing: the index, start and end of each task.
-            transfers: the start and end of each transfer.
-        """
-        done = 0  # the number of transfers that ended before the task
-        for index, start, end in computing:
-            overlap_s = 0.0
-            for place in range(done, len(transfers)):
-                transfer_start, transfer_end = transfers[place]
-                if transfer_start >= end:
-                    break
-                overlap_s += max(0.0, min(end, transfer_end) - max(start, transfer_start))
-                if transfer_end <= end:
-                    done += 1
-            if overlap_s:
-                task = self.tasks[index]
-                self.tasks[index] = task._replace(seconds=task.seconds + share * overlap_s)
-            elif done == len(transfers):
-                break
+                    _slow_down(seconds, computing, transfers, share)
+        return order, *self._times(order, seconds)
 
     def run(self) -> list[TaskTimes]:
         """Simulates the tasks; returns the times of each.
@@ -224,8 +199,7 @@ class Timeline:
         Raises:
             ValueError: tasks wait for each other in a cycle.
         """
-        order = self._order()
-        return self._task_times(order, *self._times(order))
+        return self._task_times(*self._slowed({}, 0.0))
 
     def _order(self) -> _Order:
         """Returns the tasks that each task follows. It does not depend on how long the tasks take."""
@@ -246,11 +220,14 @@ class Timeline:
                 missing.append(len(task.after) + 1)
         return _Order(previous=previous, missing=missing, waiters=waiters)
 
-    def _times(self, order: _Order) -> tuple[list[float], list[float]]:
+    def _times(self, order: _Order, seconds: Sequence[float]) -> tuple[list[float], list[float]]:
         """Simulates the tasks; returns the start and the end of each.
 
         Only tasks that share a link or the processor are simulated in order of time. The end of any other task
         follows at once when all tasks that it waits for have ended.
+
+        Args:
+            seconds: the `Task.seconds` of each task, lengthened if it is slowed down.
 
         Raises:
             ValueError: tasks wait for each other in a cycle.
@@ -262,17 +239,18 @@ class Timeline:
         # ended on the link of task `index`.
         events: list[tuple[float, int, int]] = []
         push, pop = heapq.heappush, heapq.heappop
-        # The tasks whose start is known.
+        # The tasks whose start is known, and transfers that have just ended.
         ready = [index for index, count in enumerate(missing) if count == 0]
         while True:
             while ready:
                 index = ready.pop()
-                task = tasks[index]
-                ends = start[index] + task.seconds
-                if task.link is not None and task.link_s != 0:
-                    push(events, (ends, 0, index))
-                    continue
-                end[index] = ends
+                ends = end[index]
+                if ends < 0:
+                    ends, task = start[index] + seconds[index], tasks[index]
+                    if task.link is not None and task.link_s != 0:
+                        push(events, (ends, 0, index))
+                        continue
+                    end[index] = ends
                 for waiter in waiters[index]:
                     if start[waiter] < ends:
                         start[waiter] = ends
@@ -282,15 +260,22 @@ class Timeline:
             if not events:
                 break
             now, kind, index = pop(events)
-            link = tasks[index].link
-            resource = resources.get(link)
+            task = tasks[index]
+            resource = resources.get(task.link)
             if resource is None:
-                cores = self._cores if link is _PROCESSOR else None
-                resource = resources[link] = _SharedResource(cores=cores)
+                cores = self._cores if task.link is _PROCESSOR else None
+                resource = resources[task.link] = _SharedResource(cores=cores)
             if kind == 0:
+                if not resource.active and resource.cores is None:
+                    ends = now + (resource.served + task.link_s - resource.served)
+                    if not events or (ends, 1, index) < events[0]:  # usually, nothing else happens during a transfer
+                        resource.served += ends - now
+                        end[index] = ends
+                        ready.append(index)
+                        continue
                 resource.advance(now)
-                push(resource.active, (resource.served + tasks[index].link_s, index))
-                resource.demand += tasks[index].cores
+                push(resource.active, (resource.served + task.link_s, index))
+                resource.demand += task.cores
             elif now < resource.next_end:
                 continue  # another transfer has joined in the meantime, and a later event has the new end
             else:
@@ -298,12 +283,7 @@ class Timeline:
                 _, done = pop(resource.active)
                 resource.demand -= tasks[done].cores
                 end[done] = now
-                for waiter in waiters[done]:
-                    if start[waiter] < now:
-                        start[waiter] = now
-                    missing[waiter] -= 1
-                    if missing[waiter] == 0:
-                        ready.append(waiter)
+                ready.append(done)
             resource.share()
             if resource.active:
                 push(events, (resource.next_end, 1, resource.active[0][1]))
@@ -321,3 +301,33 @@ class Timeline:
                 held_by = after[0] if len(after) == 1 else max(after, key=lambda other: (end[other], -other))
             times.append(TaskTimes(begins, ends, ready, held_by))
         return times
+
+
+def _slow_down(
+    seconds: list[float],
+    computing: Sequence[tuple[int, float, float]],
+    transfers: Sequence[tuple[float, float]],
+    share: float,
+) -> None:
+    """Lengthens the `seconds` of each computing task by `share` times its overlap with `transfers`; both are in order
+    of time.
+
+    Args:
+        computing: the index, start and end of each task.
+        transfers: the start and end of each transfer.
+    """
+    done = 0  # the number of transfers that ended before the task
+    for index, start, end in computing:
+        overlap_s = 0.0
+        for place in range(done, len(transfers)):
+            transfer_start, transfer_end = transfers[place]
+            if transfer_start >= end:
+                break
+            begins = start if start > transfer_start else transfer_start
+            overlap_s += max(0.0, (end if end < transfer_end else transfer_end) - begins)
+            if transfer_end <= end:
+                done += 1
+        if overlap_s:
+            seconds[index] += share * overlap_s
+        elif done == len(transfers):
+            break

@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Literal, NamedTuple, get_args
 
@@ -118,15 +119,13 @@ def algorithm_of(setup: Setup) -> Algorithm:
         algorithm = replace(algorithm, spread=False)
     if not isinstance(setup.optimizer, ShampooConfig):
         return algorithm
-    return replace(algorithm, roots=_roots(setup.optimizer.roots, algorithm, setup.cluster))
+    return replace(algorithm, roots=_fastest_roots(algorithm, setup.cluster))
 
 
-def _roots(chosen: Literal["auto"] | RootMethod, algorithm: Algorithm, cluster: ClusterConfig) -> RootMethod:
-    """Returns the run's root method; for `auto`, the method that the cost model predicts to be fastest on the
-    cluster's devices. Methods are compared for sides of 1024 (or `max_preconditioner_dim`, if smaller) only,
-    because the ranking hardly depends on the size."""
-    if chosen != "auto":
-        return chosen
+def _fastest_roots(algorithm: Algorithm, cluster: ClusterConfig) -> RootMethod:
+    """Returns the root method that the cost model predicts to be fastest on the cluster's devices. Methods are
+    compared for sides of 1024 (or `max_preconditioner_dim`, if smaller) only, because the ranking hardly depends on
+    the size."""
     side = min(1024, algorithm.max_preconditioner_dim)
     methods: tuple[RootMethod, ...] = get_args(RootMethod)
     return min(methods, key=lambda roots: _modelled(replace(algorithm, roots=roots), side, side, cluster)[0].alone_s)
@@ -146,9 +145,7 @@ def _algorithm(optimizer: OptimizerConfig, precision: Precision) -> Algorithm:
     if isinstance(optimizer, KroneckerConfig):
         period, longest = optimizer.precondition_frequency, optimizer.max_preconditioner_dim
         spread = optimizer.stagger and period > 1
-        algorithm = replace(
-            algorithm, refresh_period=period, spread=spread, max_preconditioner_dim=longest, tf32=optimizer.tf32
-        )
+        algorithm = replace(algorithm, refresh_period=period, spread=spread, max_preconditioner_dim=longest)
     if isinstance(optimizer, ShampooConfig):
         algorithm = replace(algorithm, grafting=optimizer.grafting)
     return algorithm
@@ -273,23 +270,26 @@ def rounded(seconds: float) -> float:
     return float(f"{seconds:.{COST_DIGITS - 1}e}")
 
 
+_shape = attrgetter("shape")
+
+
 def update_costs(setup: Setup, members: Sequence[Matrix]) -> tuple[float, ...]:
     """Returns the seconds of each matrix's update alone, rounded to `COST_DIGITS` significant digits. Plans
     add them up; simulations add up `update_times`, and are at most as long."""
     costs = {shape: rounded(time.alone_s) for shape, time in _times_of_shapes(setup, members).items()}
-    return tuple([costs[matrix.rows, matrix.cols] for matrix in members])
+    return tuple(map(costs.__getitem__, map(_shape, members)))
 
 
 def update_times(setup: Setup, members: Sequence[Matrix]) -> tuple[UpdateTime, ...]:
     """Returns the time of each matrix's update."""
     times = _times_of_shapes(setup, members)
-    return tuple([times[matrix.rows, matrix.cols] for matrix in members])
+    return tuple(map(times.__getitem__, map(_shape, members)))
 
 
 def _times_of_shapes(setup: Setup, members: Sequence[Matrix]) -> Mapping[Shape, UpdateTime]:
     """Returns the time of an update by shape. There are few shapes, even with many thousands of experts."""
     algorithm, implemented = algorithm_of(setup), implementation(setup)
-    shapes = {(matrix.rows, matrix.cols) for matrix in members}
+    shapes: set[Shape] = set(map(_shape, members))
     return {shape: update_time(algorithm, *shape, setup.cluster, implemented) for shape in shapes}
 
 
@@ -423,9 +423,7 @@ def _measured(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfig
 
 def _unit(algorithm: Algorithm) -> Unit:
     """Returns the number format of an update's matmuls."""
-    if not RULES[algorithm.name].preconditioned:
-        return algorithm.precision
-    return "tf32" if algorithm.tf32 else "fp32"
+    return "tf32" if RULES[algorithm.name].preconditioned else algorithm.precision
 
 
 def duration(work: Work, unit: Unit, cluster: ClusterConfig, stacked: int = 1, *, replayed: bool = False) -> UpdateTime:

@@ -31,7 +31,7 @@ from canzona_cli.core.optimizers.facts import known_optimizers
 from canzona_cli.core.optimizers.matrix_optimizer import OnFallback, Workspace
 from canzona_cli.core.optimizers.registry import load_class, probe
 from canzona_cli.core.planner.plan import Plan
-from canzona_cli.core.setup import CustomConfig, KroneckerConfig, MomentumConfig, OptimizerBase, Setup
+from canzona_cli.core.setup import CustomConfig, KroneckerConfig, MomentumConfig, OptimizerBase, Setup, ShampooConfig
 
 _LOG = logging.getLogger(__name__)
 _PACKAGE = __name__.partition(".")[0]
@@ -41,7 +41,7 @@ OptimizerClass = Callable[..., torch.optim.Optimizer]
 Order = Callable[[Matrix], tuple[int, int]]
 """A function that returns the key by which matrices are sorted."""
 _NO_ARGUMENTS = {field.name for field in fields(OptimizerBase)} | {
-    *("name", "stack", "graph", "form", "stagger", "tf32", "adamw_beta1", "adamw_beta2"),
+    *("name", "stack", "graph", "form", "stagger", "adamw_beta1", "adamw_beta2"),
 }
 """The settings that `_settings` does not copy: they are passed in another way, or not at all."""
 
@@ -306,8 +306,8 @@ def _settings(setup: Setup, on_fallback: OnFallback | None) -> dict[str, object]
         settings |= {"precision": setup.train.precision, "graph": algorithm.graph, "fused": algorithm.fused}
     if isinstance(chosen, KroneckerConfig):
         settings |= {"betas": (chosen.beta1, chosen.beta2), "eps": chosen.eps, "spread": chosen.stagger}
-        settings["precision"] = "tf32" if chosen.tf32 else "fp32"
-    if "roots" in settings:
+        settings["precision"] = "tf32"
+    if isinstance(chosen, ShampooConfig):
         settings["roots"] = algorithm.roots
     return settings
 

@@ -30,6 +30,7 @@ from canzona_cli.core.engine.stored_state import (
     SHARDING,
     STATE,
     stored_step,
+    zero_moments,
 )
 from canzona_cli.core.errors import Problem, Unsupported
 from canzona_cli.core.megatron.holdings import megatron_masters
@@ -229,10 +230,9 @@ class ShardedState:
             for name, param in global_parameters(self._chunks)
             if param.requires_grad and not getattr(param, TAG)
         }
-        if any(MOMENTS[0] not in names for names in adamw.values()) and torch.distributed.get_rank() == 0:
-            _LOG.warning(
-                "AdamW's moments of routers begin at zero: the checkpoint was saved by Muon, which updated them"
-            )
+        of_muon = [weights[name].key for name, fields in adamw.items() if MOMENTS[0] not in fields]
+        if of_muon and torch.distributed.get_rank() == 0:
+            _LOG.warning(zero_moments(of_muon))
         return {_ENTRIES: {"matrices": matrices, "adamw": adamw}}
 
     @torch.no_grad()

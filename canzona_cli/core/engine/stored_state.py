@@ -1,7 +1,7 @@
 """The names of optimizer state in Megatron's checkpoints, and the number of steps that a checkpoint stores.
 This module does not import Megatron."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 import torch
@@ -17,6 +17,16 @@ MUONS_MASTER: Final = "fp32_param"
 """The field of the masters of Megatron's Muon."""
 ADAMWS_MASTER: Final = "param"
 """The field of the masters of Megatron's AdamW."""
+
+
+def zero_moments(weights: Iterable[str]) -> str:
+    """Returns the warning that AdamW starts without moments for parameters that Megatron's Muon updated as matrices.
+
+    Args:
+        weights: the keys of the parameters.
+    """
+    names = ", ".join(dict.fromkeys(weights))
+    return f"AdamW's moments of {names} begin at zero: the checkpoint was saved by Muon, which updated them"
 
 
 def stored_step(common: object) -> float | None:

@@ -20,7 +20,7 @@ from canzona_cli.core.setup import ModelConfig
 
 
 class GroupedExperts(torch.nn.Module):
-    """The experts of one layer that this rank holds: SwiGLU networks, each of which is applied to some of the
+    """The experts of one layer that this rank holds: feed-forward networks, each of which is applied to some of the
     tokens."""
 
     def __init__(
@@ -33,7 +33,9 @@ class GroupedExperts(torch.nn.Module):
     ) -> None:
         super().__init__()
         width = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
-        self.linear_fc1 = GroupedLinear(num_local_experts, config.hidden_size, 2 * width, config, cut=0)
+        self._gated, self._activation = config.gated_linear_unit, config.activation_func
+        outputs = 2 * width if self._gated else width
+        self.linear_fc1 = GroupedLinear(num_local_experts, config.hidden_size, outputs, config, cut=0)
         self.linear_fc2 = GroupedLinear(num_local_experts, width, config.hidden_size, config, cut=1)
 
     def forward(
@@ -50,8 +52,12 @@ class GroupedExperts(torch.nn.Module):
             The results `[tokens, hidden]`, and None in place of a bias.
         """
         counts: list[int] = tokens_per_expert.tolist()
-        gate, up = self.linear_fc1(tokens, counts).chunk(2, dim=-1)
-        inner = torch.nn.functional.silu(gate) * up
+        inner = self.linear_fc1(tokens, counts)
+        if self._gated:
+            gate, up = inner.chunk(2, dim=-1)
+            inner = self._activation(gate) * up
+        else:
+            inner = self._activation(inner)
         weighted = (inner * probs.unsqueeze(-1)).to(tokens.dtype)
         return self.linear_fc2(weighted, counts), None
 
@@ -128,8 +134,9 @@ class RoutingMeter:
         return losses_and_counts
 
 
-def leave_routers_to_adamw(model: torch.nn.Module) -> None:
-    """Marks the routers' weights so that Megatron's own optimizers leave them to AdamW, as canzona's do."""
+def leave_to_adamw(model: torch.nn.Module) -> None:
+    """Marks the weights of routers and of learned positions so that Megatron's own optimizers leave them to AdamW, as
+    canzona's do."""
     for module in model.modules():
-        if isinstance(module, TopKRouter):
-            module.weight.is_embedding_or_output_parameter = True
+        if isinstance(module, TopKRouter | torch.nn.Embedding):
+            module.weight.is_embedding_or_output_parameter = True  # type: ignore[union-attr]

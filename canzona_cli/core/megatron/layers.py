@@ -7,8 +7,11 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -35,23 +38,28 @@ def layer_spec(model: ModelConfig, *, transformer_engine: bool) -> ModuleSpec:
     if transformer_engine:
         experts = {"num_experts": model.num_experts, "moe_grouped_gemm": True} if model.num_experts else {}
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_norm, **experts)
-    spec = get_gpt_layer_local_spec(qk_layernorm=model.qk_norm, normalization="RMSNorm")
+    spec = get_gpt_layer_local_spec(qk_layernorm=model.qk_norm)
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     attention.core_attention = CausalAttention
-    layer.input_layernorm = layer.pre_mlp_layernorm = rms_norm
+    layer.input_layernorm = layer.pre_mlp_layernorm = norm
     if model.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = rms_norm
+        attention.q_layernorm = attention.k_layernorm = norm
     if model.num_experts:
-        layer.mlp = partial(MoELayer, submodules=MoESubmodules(experts=GroupedExperts, router=_UnbiasedRouter))
+        linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        shared = partial(SharedExpertMLP, submodules=linear)
+        experts = MoESubmodules(experts=GroupedExperts, shared_experts=shared, router=_UnbiasedRouter)
+        layer.mlp = partial(MoELayer, submodules=experts)
     return spec
 
 
-def rms_norm(*, config: TransformerConfig, hidden_size: int, eps: float) -> torch.nn.RMSNorm:
-    """Creates a `torch.nn.RMSNorm`, because Megatron's wrapper of this class rejects sequence parallelism.
-    With sequence parallelism, each TP rank computes a partial gradient of the norm's weight; the attribute
+def norm(*, config: TransformerConfig, hidden_size: int, eps: float) -> torch.nn.RMSNorm | torch.nn.LayerNorm:
+    """Creates one of torch's norms, because Megatron's wrapper of these classes rejects sequence parallelism.
+    With sequence parallelism, each TP rank computes a partial gradient of the norm's parameters; the attribute
     `sequence_parallel` makes Megatron sum these gradients."""
-    norm = torch.nn.RMSNorm(hidden_size, eps=eps)
-    norm.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    kind = torch.nn.LayerNorm if config.normalization == "LayerNorm" else torch.nn.RMSNorm
+    norm = kind(hidden_size, eps=eps)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return norm
 
 
@@ -59,12 +67,12 @@ def transformer_settings(setup: Setup, layout: Layout) -> dict[str, object]:
     """Returns the settings of `TransformerConfig` that determine the computation of a layer."""
     model = setup.model
     return {
-        "normalization": "RMSNorm",
+        "normalization": "LayerNorm" if model.layernorm else "RMSNorm",
         "layernorm_epsilon": model.norm_eps,
         "qk_layernorm": model.qk_norm,
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "add_bias_linear": False,
+        "gated_linear_unit": model.gated,
+        "activation_func": torch.nn.functional.silu if model.gated else torch.nn.functional.gelu,
+        "add_bias_linear": model.biases,
         "add_qkv_bias": False,
         **(_expert_settings(setup, layout) if model.num_experts else {}),
     }
@@ -83,6 +91,7 @@ def _expert_settings(setup: Setup, layout: Layout) -> dict[str, object]:
         "num_moe_experts": model.num_experts,
         "moe_router_topk": model.experts_per_token,
         "moe_ffn_hidden_size": model.ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": model.shared_ffn_hidden_size or None,
         "moe_router_load_balancing_type": _BALANCING[model.balancing_loss],
         "moe_aux_loss_coeff": weight if model.balancing_loss != "none" else 0.0,
         # The router computes in fp32, because bf16 would round close scores to ties.
@@ -98,7 +107,7 @@ def _expert_settings(setup: Setup, layout: Layout) -> dict[str, object]:
 def model_settings(model: ModelConfig) -> dict[str, object]:
     """Returns the arguments of `GPTModel` that determine how positions are encoded."""
     return {
-        "position_embedding_type": "rope",
+        "position_embedding_type": "learned_absolute" if model.positions else "rope",
         "rotary_base": model.rope_base,
         "rope_scaling": model.rope_scaling is not None,
         "rope_scaling_factor": model.rope_scaling,

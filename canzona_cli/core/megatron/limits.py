@@ -31,10 +31,10 @@ def problems(config: object, limits: Iterable[Limit]) -> Iterator[Problem]:
 
 
 _ON_DEVICE: Final = "the engine keeps fp32 masters and optimizer state on the device that updates a matrix"
-UNTRIED: Final = "the engine has not been run with it"
-"""The reason for a limit on a setting that may work but was never tried."""
+_ON_GPUS: Final = "it needs GPUs, and in other training loops the engine has only been run on CPUs"
+_IN_BF16: Final = "weights are gathered in bf16 or fp32"
+_ALTERNATING: Final = "the rows of gate and projection would alternate in blocks"
 _OTHER_LAYERS: Final = "the engine supports only the matrices of dense decoders and of experts"
-_EVEN_STAGES: Final = "the plan gives every model chunk the same number of layers, counting embedding and loss or not"
 
 OPTIMIZER: Final = (
     Limit(
@@ -55,7 +55,7 @@ OPTIMIZER: Final = (
         "turn it off; canzona's optimizer.graph captures the updates of matrices",
     ),
     Limit("log_num_zeros_in_grad", False, "no rank has the gradients of all matrices to count"),
-    Limit("reuse_grad_buf_for_mxfp8_param_ag", False, UNTRIED),
+    Limit("reuse_grad_buf_for_mxfp8_param_ag", False, _IN_BF16),
     Limit("muon_scalar_optimizer", "adam", "Megatron's AdamW updates the parameters that are not matrices"),
 )
 """The limits on `OptimizerConfig`."""
@@ -65,22 +65,22 @@ BUCKETS: Final = (
     Limit("num_distributed_optimizer_instances", 1, "a plan has one owner for each matrix"),
     Limit("reduce_scatter_with_fp32_accumulation", False, "gradients are reduced to owners instead"),
     Limit("param_name_patterns_for_fp32_local_accumulation", (), "buckets have one gradient dtype"),
-    Limit("reuse_grad_buf_for_mxfp8_param_ag", False, UNTRIED),
-    Limit("fp8_param_gather", False, "weights are gathered in bf16 or fp32"),
-    Limit("fp4_param_gather", False, "weights are gathered in bf16 or fp32"),
+    Limit("reuse_grad_buf_for_mxfp8_param_ag", False, _IN_BF16),
+    Limit("fp8_param_gather", False, _IN_BF16),
+    Limit("fp4_param_gather", False, _IN_BF16),
     Limit("use_megatron_fsdp", False, "matrices would not have owners"),
-    Limit("nccl_ub", False, UNTRIED),
-    Limit("delay_wgrad_compute", False, UNTRIED),
+    Limit("nccl_ub", False, _ON_GPUS),
+    Limit("delay_wgrad_compute", False, _ON_GPUS),
 )
 """The limits on `DistributedDataParallelConfig`."""
 
 MODEL: Final = (
-    Limit("use_grouped_gemm_for_shared_expert", False, UNTRIED),
-    Limit("moe_shared_expert_glu_interleave_size", None, "the rows of gate and projection would alternate in blocks"),
+    Limit("use_grouped_gemm_for_shared_expert", False, _ALTERNATING),
+    Limit("moe_shared_expert_glu_interleave_size", None, _ALTERNATING),
     Limit("moe_latent_size", None, _OTHER_LAYERS),
     Limit("moe_single_grouped_weight", False, "one parameter with the weights of all experts is not a matrix"),
     Limit("moe_single_grouped_bias", False, "one parameter with the biases of all experts looks like a matrix"),
-    Limit("moe_mlp_glu_interleave_size", None, "the rows of gate and projection would alternate in blocks"),
+    Limit("moe_mlp_glu_interleave_size", None, _ALTERNATING),
     Limit("multi_latent_attention", False, _OTHER_LAYERS),
     Limit("experimental_attention_variant", None, _OTHER_LAYERS),
     Limit("attention_output_gate", False, _OTHER_LAYERS),
@@ -88,11 +88,8 @@ MODEL: Final = (
     Limit("is_hybrid_model", False, _OTHER_LAYERS),
     Limit("mtp_num_layers", None, "Megatron clips the gradients of these layers by their own norm"),
     Limit("qk_clip", False, "it would change weights, but not the masters that the engine keeps"),
-    Limit("fp8_param", False, "weights are gathered in bf16 or fp32"),
-    Limit("fp4", None, UNTRIED),
-    Limit("cuda_graph_impl", "none", UNTRIED),
-    Limit("num_layers_in_first_pipeline_stage", None, _EVEN_STAGES),
-    Limit("num_layers_in_last_pipeline_stage", None, _EVEN_STAGES),
-    Limit("pipeline_model_parallel_layout", None, _EVEN_STAGES),
+    Limit("fp8_param", False, _IN_BF16),
+    Limit("fp4", None, _ON_GPUS),
+    Limit("cuda_graph_impl", "none", _ON_GPUS),
 )
 """The limits on `TransformerConfig`."""

@@ -14,6 +14,7 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -23,10 +24,10 @@ from torch.autograd.function import FunctionCtx
 
 from canzona_cli.core.costs.machine import missing_for_compiling
 from canzona_cli.core.megatron import layers
-from canzona_cli.core.megatron.experts import RoutingMeter, leave_routers_to_adamw
+from canzona_cli.core.megatron.experts import RoutingMeter, leave_to_adamw
 from canzona_cli.core.megatron.parallel import World, Wrapped
 from canzona_cli.core.megatron.timers import PhaseTimer
-from canzona_cli.core.model.families import family_of
+from canzona_cli.core.model.families import POSITIONS, family_of
 from canzona_cli.core.model.family import Weight
 from canzona_cli.core.model.geometry import weight_of
 from canzona_cli.core.setup import ModelConfig, Recompute, Setup
@@ -43,8 +44,9 @@ def transformer_config(setup: Setup, world: World, *, compiled: bool) -> Transfo
     """Returns Megatron's configuration of the run's model and of its computation.
 
     Args:
-        compiled: True to use the functions that Megatron fuses with torch.compile: SwiGLU and, in bf16
-            training, the cross-entropy, whose fused gradients are always bf16.
+        compiled: True to use the functions that Megatron fuses with torch.compile: SwiGLU (its fused GELU is
+            another function, the tanh approximation) and, in bf16 training, the cross-entropy, whose fused gradients
+            are always bf16.
     """
     model, layout, train = setup.model, world.layout, setup.train
     dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
@@ -66,7 +68,7 @@ def transformer_config(setup: Setup, world: World, *, compiled: bool) -> Transfo
         **layers.transformer_settings(setup, layout),
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        bias_activation_fusion=compiled,
+        bias_activation_fusion=compiled and model.gated,
         cross_entropy_loss_fusion=compiled and dtype is torch.bfloat16,
         apply_rope_fusion=on_gpu and setup.cluster.fused_layers,
         masked_softmax_fusion=False,
@@ -102,6 +104,21 @@ def transformer_config(setup: Setup, world: World, *, compiled: bool) -> Transfo
     )
 
 
+def chunk_sizes(mcore: TransformerConfig, vpp: int) -> list[int]:
+    """Returns the numbers of layers of all model chunks, in the order of the model.
+
+    Args:
+        vpp: the number of model chunks of each pipeline stage.
+    """
+
+    def size(stage: int, chunk: int) -> int:
+        if mcore.pipeline_model_parallel_layout is not None:
+            return int(mcore.pipeline_model_parallel_layout.layout[stage][chunk].count(LayerType.decoder))
+        return int(get_num_layers_to_build(mcore, chunk if vpp > 1 else None, stage))
+
+    return [size(stage, chunk) for chunk in range(vpp) for stage in range(mcore.pipeline_model_parallel_size)]
+
+
 def fp8_settings(setup: Setup) -> dict[str, object]:
     """Returns Megatron's settings for `train.fp8`; none if matmuls are not in FP8.
 
@@ -127,9 +144,9 @@ def build_model(setup: Setup, world: World) -> list[torch.nn.Module]:
 def _build_chunk(setup: Setup, world: World, mcore: TransformerConfig, spec: ModuleSpec, chunk: int) -> torch.nn.Module:
     model: torch.nn.Module = GPTModel(
         config=mcore,
-        transformer_layer_spec=spec if setup.cluster.fused_layers else _block_with_rms_norm(spec, mcore, chunk),
+        transformer_layer_spec=spec if setup.cluster.fused_layers else _block_with_norm(spec, mcore, chunk),
         vocab_size=setup.model.vocab_size,
-        max_sequence_length=setup.train.seq_length,
+        max_sequence_length=setup.model.positions or setup.train.seq_length,
         pre_process=world.is_first_stage and chunk == 0,
         post_process=world.is_last_stage and chunk == world.layout.vpp - 1,
         parallel_output=True,
@@ -140,7 +157,7 @@ def _build_chunk(setup: Setup, world: World, mcore: TransformerConfig, spec: Mod
     )
     if setup.cluster.fused_layers:
         fuse_weight_gradients(model)
-    leave_routers_to_adamw(model)
+    leave_to_adamw(model)
     if world.device.type == "cpu":
         use_processor_norms(model)
     model = model.to(world.device)
@@ -148,11 +165,11 @@ def _build_chunk(setup: Setup, world: World, mcore: TransformerConfig, spec: Mod
     return Float16Module(mcore, model) if setup.train.precision == "bf16" else model
 
 
-def _block_with_rms_norm(spec: ModuleSpec, mcore: TransformerConfig, chunk: int) -> TransformerBlockSubmodules:
-    """Returns the specification of a model chunk: its layers, and `layers.rms_norm` as the norm after the
-    last layer."""
+def _block_with_norm(spec: ModuleSpec, mcore: TransformerConfig, chunk: int) -> TransformerBlockSubmodules:
+    """Returns the specification of a model chunk: its layers, and `layers.norm` as the norm after the last
+    layer."""
     count = get_num_layers_to_build(mcore, vp_stage=chunk if mcore.virtual_pipeline_model_parallel_size else None)
-    return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=layers.rms_norm)
+    return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=layers.norm)
 
 
 def fuse_weight_gradients(model: torch.nn.Module) -> None:
@@ -193,19 +210,19 @@ def initialize_weights(model: torch.nn.Module, config: ModelConfig, world: World
     Each matrix (named by its layer in the whole model; gate and up are separate matrices) is drawn in full
     from a generator seeded by (seed, name) and then cut, so tp, pp and dp do not change any weight. Weights
     are drawn in fp32 on the parameter's device from normal(0, init_std); residual projections are scaled by
-    1/sqrt(2 * layers) as in GPT-2 (Radford et al. 2019). Norms start at 1.
+    1/sqrt(2 * layers) as in GPT-2 (Radford et al. 2019). Norms start at 1, biases at 0.
 
     Raises:
         RuntimeError: the model has a parameter whose initialisation is not known.
     """
-    routers = tuple(router.name for router in family_of(config).routers(config))
+    uncut = (POSITIONS, *(router.name for router in family_of(config).routers(config)))
     with torch.no_grad():
         for name, param in global_names(model):
             if param.dim() == 1:
-                param.fill_(1.0)
+                param.fill_(0.0 if name.endswith("bias") else 1.0)
                 continue
             whole = weight_of(name, config)
-            if whole is None and name.endswith(routers):
+            if whole is None and name.endswith(uncut):
                 param.copy_(_draw(name, (param.size(0), param.size(1)), config.init_std, seed, param.device))
                 continue
             if whole is None:

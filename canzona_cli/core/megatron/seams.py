@@ -11,11 +11,17 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.training import training
-from megatron.training.checkpointing import get_load_checkpoint_path_by_args
+from megatron.training.checkpointing import (
+    _NON_PERSISTENT_CKPT_SUBDIR,
+    _get_non_persistent_iteration,
+    get_checkpoint_name,
+    get_load_checkpoint_path_by_args,
+    get_loaded_iteration,
+)
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from canzona_cli.core.errors import Problem, Unsupported, refuse
-from canzona_cli.core.megatron.limits import UNTRIED, Limit, problems
+from canzona_cli.core.megatron.limits import Limit, problems
 from canzona_cli.core.megatron.optimizer import Overrides
 from canzona_cli.core.megatron.parallel import Wrapped
 
@@ -34,7 +40,6 @@ parameter groups."""
 
 LOOP: Final = (
     Limit("save_wgrads_interval", None, "no rank has the reduced gradients of all matrices"),
-    Limit("non_persistent_save_interval", None, UNTRIED),
     Limit("ckpt_convert_format", None, "matrices can only be saved in the torch_dist format"),
     Limit("perform_rl_step", False, "masters and state of matrices cannot be moved to the host"),
     Limit("dump_param_to_param_group_map", None, "matrices are not in Megatron's parameter groups"),
@@ -80,7 +85,14 @@ def replace_seams(wrap: Wrap, build: Build) -> None:
 
 def stored_keys() -> Collection[str]:
     """Returns the keys of the tensors in the checkpoint that Megatron-LM is to load."""
-    reader = FileSystemReader(get_load_checkpoint_path_by_args(training.get_args()))
+    args = training.get_args()
+    folder = get_load_checkpoint_path_by_args(args)
+    if args.non_persistent_ckpt_type is not None:
+        root = args.non_persistent_global_ckpt_dir or f"{args.load}/{_NON_PERSISTENT_CKPT_SUBDIR}"
+        iteration = _get_non_persistent_iteration(root, args)
+        if iteration >= get_loaded_iteration():  # as Megatron-LM chooses; it has already seen the persistent one
+            folder = get_checkpoint_name(root, iteration, return_base_dir=True)
+    reader = FileSystemReader(folder)
     return reader.read_metadata().state_dict_metadata.keys()
 
 
@@ -88,6 +100,10 @@ def _loop_problems(args: Namespace) -> Iterator[Problem]:
     """Yields a problem for each argument that makes Megatron-LM's loop use a feature that the engine
     lacks."""
     yield from problems(args, LOOP)
+    if args.non_persistent_ckpt_type == "local":
+        reason = "its files belong to ranks, and have never been read back into the engine: their library needs GPUs"
+        fix = "use --non-persistent-ckpt-type global"
+        yield Problem(key="non_persistent_ckpt_type", value="local", reason=reason, fix=fix)
     if not args.use_layer_wise_distributed_optimizer:
         reason = "without it the loop expects every rank to have the complete optimizer"
         fix = "add --use-distributed-optimizer"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Final
 
-from canzona_cli.core.model.family import Activations, Attention, Band, Norm, Weight, Work
+from canzona_cli.core.model.family import Activations, Attention, Band, Part, Vector, Weight, Work
 from canzona_cli.core.setup import ModelConfig
 
 QK_NORMS: Final = ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
@@ -24,6 +24,8 @@ LAYER_NAMES: Final[Mapping[str, str]] = {
     "down": "mlp.down_proj",
 }
 """Hugging Face's names within a layer by unit, in the order of the model."""
+_PARTS: Final[tuple[Part, ...]] = ("proj", "qkv", "fc1", "fc2")
+"""The modules of a layer in the order of `weights`."""
 
 
 @lru_cache(maxsize=64)
@@ -59,24 +61,25 @@ def weights(model: ModelConfig) -> tuple[Weight, ...]:
 
 
 @lru_cache(maxsize=64)
-def norms(model: ModelConfig) -> tuple[Norm, ...]:
-    """Lists the norms of a layer; all heads share the weights of the norms of queries and keys."""
-    of_heads = QK_NORMS if model.qk_norm else ()
-    return (
-        Norm(
-            name="input_layernorm.weight",
-            fused="self_attention.linear_qkv.layer_norm_weight",
-            elements=model.hidden_size,
-            part="qkv",
+def vectors(model: ModelConfig) -> tuple[Vector, ...]:
+    """Lists the norms and biases of a layer; all heads share the weights of the norms of queries and keys."""
+    kinds = ("weight", "bias") if model.layernorm else ("weight",)
+    hidden = model.hidden_size
+    before, after = "self_attention.linear_qkv.layer_norm_", "mlp.linear_fc1.layer_norm_"
+    found = [
+        *(Vector(name=f"input_layernorm.{kind}", fused=before + kind, elements=hidden, part="qkv") for kind in kinds),
+        *(
+            Vector(name=f"{name.removesuffix('weight')}{kind}", elements=model.head_dim, part="qkv")
+            for name in (QK_NORMS if model.qk_norm else ())
+            for kind in kinds
         ),
-        *(Norm(name=name, elements=model.head_dim, part="qkv") for name in of_heads),
-        Norm(
-            name="pre_mlp_layernorm.weight",
-            fused="mlp.linear_fc1.layer_norm_weight",
-            elements=model.hidden_size,
-            part="fc1",
-        ),
-    )
+        *(Vector(name=f"pre_mlp_layernorm.{kind}", fused=after + kind, elements=hidden, part="fc1") for kind in kinds),
+    ]
+    if model.biases:
+        for weight, part in zip(weights(model), _PARTS, strict=True):
+            name, cut = f"{weight.name.removesuffix('weight')}bias", weight.cut != "cols"
+            found.append(Vector(name=name, elements=weight.rows, part=part, cut=cut))
+    return tuple(found)
 
 
 @lru_cache(maxsize=64)

@@ -1,10 +1,13 @@
 """The known model families, and functions that count the parameters and FLOPs of their models."""
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from canzona_cli.core.errors import Problem
-from canzona_cli.core.model.family import Family, Kind
+from canzona_cli.core.fields import Side
+from canzona_cli.core.model.family import Family, Kind, Vector, Weight
 from canzona_cli.core.model.llama import LLAMA
 from canzona_cli.core.model.qwen3 import QWEN3
 from canzona_cli.core.model.qwen3_moe import QWEN3_MOE
@@ -12,7 +15,9 @@ from canzona_cli.core.setup import ModelConfig
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
+POSITIONS = "embedding.position_embeddings.weight"
 FINAL_NORM = "decoder.final_layernorm.weight"
+FINAL_BIAS = "decoder.final_layernorm.bias"
 FAMILIES = (QWEN3, LLAMA, QWEN3_MOE)
 
 
@@ -22,6 +27,41 @@ def family_of(model: ModelConfig) -> Family:
     if model.num_experts:
         return QWEN3_MOE
     return QWEN3 if model.qk_norm else LLAMA
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedModel(ModelConfig):
+    """A model in which only some layers have experts, as the engine finds it in other training loops. Times of forward
+    and backward passes, and activations, are estimated as if all layers had experts."""
+
+    dense_width: Side
+    """The width of the feed-forward networks in layers without experts."""
+    pattern: str
+    """A digit for each layer: 1 if it has experts, otherwise 0."""
+
+
+@lru_cache(maxsize=64)
+def layer_models(model: ModelConfig) -> tuple[ModelConfig, ...]:
+    """Returns, for each layer, a model all of whose layers are like it."""
+    if not isinstance(model, MixedModel):
+        return (model,) * model.num_layers
+    with_experts = ModelConfig(**{field.name: getattr(model, field.name) for field in fields(ModelConfig)})
+    dense = replace(with_experts, num_experts=0, shared_ffn_hidden_size=0, ffn_hidden_size=model.dense_width)
+    return tuple(dense if digit == "0" else with_experts for digit in model.pattern)
+
+
+def count_layers(model: ModelConfig, parts: Iterable[range]) -> Mapping[ModelConfig, int]:
+    """Counts the layers in parts of a model, by a model all of whose layers are like these."""
+    if not isinstance(model, MixedModel):
+        return {model: sum(map(len, parts))}
+    kinds = layer_models(model)
+    return Counter(kinds[layer] for layers in parts for layer in layers)
+
+
+def weights_of_layers(model: ModelConfig) -> Iterator[Weight]:
+    """Yields the 2-D parameters that a layer of the model may have."""
+    for each in dict.fromkeys(layer_models(model)):
+        yield from family_of(each).weights(each)
 
 
 def family_problems(old: ModelConfig, new: ModelConfig, source: str) -> tuple[Problem, ...]:
@@ -39,12 +79,13 @@ class ParameterCount:
     """The parameter counts of a model, by use."""
 
     embedding: int
+    """The embedding of the vocabulary, and of learned positions."""
     output: int
     """The output layer's weight; 0 if it is tied to the embedding."""
     layer_matrices: int
     """All 2-D weights except embedding, output layer and routers; a matrix optimizer updates these."""
-    norms: int
-    """The weights of all layers' norms and of the final norm."""
+    vectors: int
+    """The norms and biases of all layers, and the final norm."""
     routers: int
     idle: int
     """The parameters of the experts to which a token is not sent."""
@@ -52,7 +93,7 @@ class ParameterCount:
     @property
     def non_embedding(self) -> int:
         """The parameters excluding embedding and output layer, as model cards count them."""
-        return self.layer_matrices + self.norms + self.routers
+        return self.layer_matrices + self.vectors + self.routers
 
     @property
     def total(self) -> int:
@@ -71,18 +112,26 @@ def parameter_count(model: ModelConfig) -> ParameterCount:
     vocabulary = model.vocab_size * model.hidden_size
     idle = sum((work.experts - work.experts_per_token) * work.weight.elements for work in family.modules(model))
     return ParameterCount(
-        embedding=vocabulary,
+        embedding=vocabulary + model.positions * model.hidden_size,
         output=0 if model.tied_embeddings else vocabulary,
         layer_matrices=layers * sum(weight.elements for weight in family.weights(model)),
-        norms=layers * sum(norm.elements for norm in family.norms(model)) + model.hidden_size,
+        vectors=layers * sum(vector.elements for vector in family.vectors(model)) + final_norm_elements(model),
         routers=layers * sum(router.elements for router in family.routers(model)),
         idle=layers * idle,
     )
 
 
-def replicated_parameters(model: ModelConfig) -> int:
-    """Counts the elements of one layer's norms and routers."""
-    return sum(parameter.elements for parameter in family_of(model).replicated(model))
+def small_parameters(model: ModelConfig, tp: int) -> int:
+    """Counts the elements of one layer's norms, biases and routers on a TP rank."""
+    return sum(
+        parameter.elements // (tp if isinstance(parameter, Vector) and parameter.cut else 1)
+        for parameter in family_of(model).small(model)
+    )
+
+
+def final_norm_elements(model: ModelConfig) -> int:
+    """Counts the elements of the norm after the last layer."""
+    return model.hidden_size * (2 if model.layernorm else 1)
 
 
 @lru_cache(maxsize=64)

@@ -84,16 +84,17 @@ class Weight:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Norm:
-    """The weight of a norm; every TP rank has a copy."""
+class Vector:
+    """The weight or the bias of a norm, or the bias of a linear layer."""
 
     name: str
     fused: str | None = None
-    """The norm's name if Transformer Engine fuses it into the following linear layer; None if it never
-    does."""
+    """The name in a norm that Transformer Engine fuses into the following linear layer; None if it is never fused."""
     elements: int
     part: Part
-    """The module that uses the norm's output."""
+    """The linear layer, or the module that uses the norm's output."""
+    cut: bool = False
+    """True if tensor parallelism divides the elements, False if every TP rank has a copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,8 +200,8 @@ class Family:
     weights: Callable[[ModelConfig], tuple[Weight, ...]]
     """The 2-D parameters of a layer, in the order in which Megatron creates modules and fills gradient
     buffers."""
-    norms: Callable[[ModelConfig], tuple[Norm, ...]]
-    """The norms of a layer, in the same order."""
+    vectors: Callable[[ModelConfig], tuple[Vector, ...]]
+    """The norms and biases of a layer, in the same order."""
     routers: Callable[[ModelConfig], tuple[Router, ...]] = lambda model: ()
     """The routers of a layer."""
     modules: Callable[[ModelConfig], tuple[Work, ...]]
@@ -210,10 +211,7 @@ class Family:
     forward_flops: Callable[[ModelConfig, int], float]
     """The matmul FLOPs of one token's forward pass, averaged over a sequence of the given length."""
     foreign: Foreign
-    published: Mapping[str, tuple[str, str | None]]
-    """The published parameter counts by recipe, as the model cards round them: the total, and the count
-    excluding embeddings if it is published."""
 
-    def replicated(self, model: ModelConfig) -> tuple[Norm | Router, ...]:
-        """Returns the parameters of a layer that every TP rank holds whole; AdamW updates them."""
-        return *self.norms(model), *self.routers(model)
+    def small(self, model: ModelConfig) -> tuple[Vector | Router, ...]:
+        """Returns the parameters of a layer that AdamW updates."""
+        return *self.vectors(model), *self.routers(model)

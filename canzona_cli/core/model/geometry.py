@@ -11,7 +11,8 @@ With one tensor-parallel (TP) rank, a 2-D parameter consists of its *parts* from
 
 In *model space* nothing is divided or interleaved. Its tensors are called units: q, k, v, gate, up, proj and
 down of each layer (`layers.3.q`; rows are outputs, heads in order; `layers.3.experts.17.gate` for an
-expert's), and every other parameter, under its Megatron name without `decoder.` and without fusion. The
+expert's), their biases (`layers.3.q.bias`, one column), and every other parameter, under its Megatron name
+without `decoder.` and without fusion. The
 splitting decides which matrices a parameter holds: each of its parts, each head of q, k and v, or all parts
 fused, which is the parameter as a single TP rank would store it.
 """
@@ -21,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from canzona_cli.core.model.families import EMBEDDING, OUTPUT, family_of
+from canzona_cli.core.model.families import EMBEDDING, OUTPUT, POSITIONS, family_of, weights_of_layers
 from canzona_cli.core.model.family import Band, Kind, Weight
 from canzona_cli.core.model.matrices import Matrix
 from canzona_cli.core.setup import ModelConfig
@@ -49,7 +50,13 @@ def is_expert(name: str, model: ModelConfig) -> bool:
 
 @lru_cache(maxsize=16)
 def _weights_by_name(model: ModelConfig) -> Mapping[str, Weight]:
-    return {weight.name: weight for weight in family_of(model).weights(model)}
+    return {weight.name: weight for weight in weights_of_layers(model)}
+
+
+def _weight_with_bias(name: str, model: ModelConfig) -> Weight | None:
+    """Returns the weight of the linear layer whose bias has this name in its layer; None for other names."""
+    stem = name.removesuffix(".bias")
+    return None if stem == name else _weights_by_name(model).get(f"{stem}.weight")
 
 
 # ------------------------------------------------------------------------------------------- in model space
@@ -73,15 +80,19 @@ def fragment_blocks(name: str, shape: Sequence[int], model: ModelConfig, *, tp: 
 
     Args:
         name: Megatron's name in the model.
-        shape: the shape of the fragment, used only for vectors and routers, of which every rank has a copy. A
-            vector is treated as one row.
+        shape: the shape of the fragment, used only for norms, routers and learned positions, of which every rank has
+            a copy. The vector of a norm is treated as one row.
     """
     layer, part = _layer_of(name)
     weight = weight_of(name, model)
-    if weight is None:
-        unfused = {norm.fused: norm.name for norm in family_of(model).norms(model)}
-        return (_whole_unit(f"{layer}{unfused.get(part, part)}", shape),)
-    return tuple(_blocks(weight, layer, tp, rank))
+    if weight is not None:
+        return tuple(_blocks(weight, layer, tp, rank))
+    if (biased := _weight_with_bias(part, model)) is not None:
+        tp, rank = (1, 0) if biased.cut == "cols" else (tp, rank)
+        blocks = _blocks(replace(biased, cols=1), layer, tp, rank)
+        return tuple(replace(block, unit=f"{block.unit}.bias") for block in blocks)
+    unfused = {vector.fused: vector.name for vector in family_of(model).vectors(model)}
+    return (_whole_unit(f"{layer}{unfused.get(part, part)}", shape),)
 
 
 def matrix_blocks(matrix: Matrix, model: ModelConfig, *, tp: int, rank: int) -> tuple[Block, ...]:
@@ -142,22 +153,27 @@ def unit_shape(unit: str, model: ModelConfig) -> tuple[int, ...]:
     """Returns the shape of a unit."""
     if unit in (EMBEDDING, OUTPUT):
         return model.vocab_size, model.hidden_size
+    if unit == POSITIONS:
+        return model.positions, model.hidden_size
     name = _layer_of(unit)[1]
-    return _unit_shapes(model).get(name, (model.hidden_size,))
+    return unit_shapes(model).get(name, (model.hidden_size,))
 
 
 @lru_cache(maxsize=16)
-def _unit_shapes(model: ModelConfig) -> Mapping[str, tuple[int, ...]]:
+def unit_shapes(model: ModelConfig) -> Mapping[str, tuple[int, ...]]:
     """Returns the shapes of the units of a layer by name."""
     family = family_of(model)
+    vectors = {vector.name: (vector.elements,) for vector in family.vectors(model)}
+    biased = {name: weight for name in vectors if (weight := _weight_with_bias(name, model)) is not None}
     return {
-        **{norm.name: (norm.elements,) for norm in family.norms(model)},
+        **{name: shape for name, shape in vectors.items() if name not in biased},
         **{router.name: (router.rows, router.cols) for router in family.routers(model)},
         **{
             f"{weight.unit_prefix}{part.kind}": (weight.repeats * part.rows, weight.cols)
-            for weight in family.weights(model)
+            for weight in weights_of_layers(model)
             for part in weight.parts
         },
+        **{f"{part.kind}.bias": (weight.repeats * part.rows, 1) for weight in biased.values() for part in weight.parts},
     }
 
 
@@ -174,7 +190,7 @@ def whole_shape(name: str, model: ModelConfig) -> tuple[int, ...]:
 def _fused_weights(model: ModelConfig) -> Mapping[str, Weight]:
     """Returns the parameters of a layer, by the name of the matrix that consists of all parts of the
     parameter."""
-    return {f"{weight.unit_prefix}{weight.kind}": weight for weight in family_of(model).weights(model)}
+    return {f"{weight.unit_prefix}{weight.kind}": weight for weight in weights_of_layers(model)}
 
 
 def _blocks(weight: Weight, layer: str, tp: int, rank: int) -> Iterator[Block]:
@@ -286,7 +302,7 @@ def _weight_with(matrix: Matrix, model: ModelConfig) -> Weight | None:
 
 @lru_cache(maxsize=16)
 def _weights_by_kind(model: ModelConfig) -> Mapping[Kind, Weight]:
-    return {kind: weight for weight in family_of(model).weights(model) for kind in weight.kinds}
+    return {kind: weight for weight in weights_of_layers(model) for kind in weight.kinds}
 
 
 def _parts_of(matrix: Matrix, weight: Weight) -> tuple[int, int]:

@@ -40,9 +40,4 @@ LLAMA = replace(
         written={"mlp_bias": False},
         layer={unit: name for unit, name in LAYER_NAMES.items() if unit not in QK_NORMS},
     ),
-    published={
-        "llama3-8b": ("8.03 B", None),
-        "llama3-70b": ("70.6 B", None),
-        "llama3-405b": ("406 B", None),
-    },
 )

@@ -11,18 +11,25 @@ import re
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import ClassVar, Literal
 
-from canzona_cli.core.errors import ConfigError, refuse
+from canzona_cli.core.errors import ConfigError, problem_with, refuse
 from canzona_cli.core.fields import CountOrZero, Side
-from canzona_cli.core.model.families import EMBEDDING, FINAL_NORM, OUTPUT, family_of
+from canzona_cli.core.model.families import (
+    EMBEDDING,
+    FINAL_BIAS,
+    FINAL_NORM,
+    OUTPUT,
+    POSITIONS,
+    family_of,
+    layer_models,
+)
 from canzona_cli.core.model.family import Kind
 from canzona_cli.core.setup import Execution, KroneckerConfig, Layout, ModelConfig, OptimizerName, Setup, Splitting
 from canzona_cli.core.setup.execution import splitting_of
 from canzona_cli.core.setup.layout_rules import uneven_problems
-from canzona_cli.core.setup.problems import problem_with
 from canzona_cli.core.setup.stages import chunk_layers, pipeline_problems
 
 Shape = tuple[int, int]
@@ -58,11 +65,11 @@ class Matrix:
     """The expert-parallel rank whose cells (`Mesh.expert_rank`) store the whole matrix. Only experts'
     matrices have one, and only if `Mesh.ep` exceeds 1; None for all other matrices."""
 
-    @property
-    def shape(self) -> tuple[int, int]:
+    @cached_property
+    def shape(self) -> Shape:
         return self.rows, self.cols
 
-    @property
+    @cached_property
     def elements(self) -> int:
         return self.rows * self.cols
 
@@ -157,7 +164,21 @@ def matrices(model: ModelConfig, layout: Layout, splitting: Splitting) -> tuple[
 
 @lru_cache(maxsize=16)
 def _matrices(model: ModelConfig, layout: Layout, splitting: Splitting) -> tuple[Matrix, ...]:
-    return number_matrices((LayerBlock(layers=model.num_layers, matrices=layer_matrices(model, splitting)),), layout)
+    _refuse_uneven(_blocks(model, splitting), layout)
+    # TP only divides matrices, unless a head is one: layouts that differ in tp share the list.
+    return _numbered(model, layout if splitting == "per_head" else replace(layout, tp=1), splitting)
+
+
+@lru_cache(maxsize=16)
+def _numbered(model: ModelConfig, layout: Layout, splitting: Splitting) -> tuple[Matrix, ...]:
+    return number_matrices(_blocks(model, splitting), layout)
+
+
+def _blocks(model: ModelConfig, splitting: Splitting) -> tuple[LayerBlock, ...]:
+    return tuple(
+        LayerBlock(layers=len([*equal]), matrices=layer_matrices(each, splitting))
+        for each, equal in groupby(layer_models(model))
+    )
 
 
 def number_matrices(blocks: Sequence[LayerBlock], layout: Layout) -> tuple[Matrix, ...]:
@@ -167,19 +188,16 @@ def number_matrices(blocks: Sequence[LayerBlock], layout: Layout) -> tuple[Matri
     Raises:
         ConfigError: see `matrices`.
     """
-    layers = sum(block.layers for block in blocks)
-    cut = dict.fromkeys(
-        _cut_by_tp(matrix for block in blocks for matrix in block.matrices if not _is_whole(matrix, layout))
-    )
-    problems = [*uneven_problems("parallel.tp", layout.tp, cut), *pipeline_problems(layers, layout.pp, layout.vpp)]
-    refuse(problems)
+    _refuse_uneven(blocks, layout)
     matrices: list[Matrix] = []
     index = layer = unit = 0
-    stage_and_chunk = _stages_and_chunks(layers, layout)
+    stage_and_chunk = _stages_and_chunks(sum(block.layers for block in blocks), layout)
     for block in blocks:
         units = 1 + max(matrix.unit for matrix in block.matrices)
         experts = 1 + max((matrix.expert for matrix in block.matrices if matrix.expert is not None), default=0)
         of_layer = [_in_layout(matrix, layout, experts) for matrix in block.matrices]
+        for matrix in of_layer:
+            _ = matrix.shape, matrix.elements  # computed here, once for all layers
         for _ in range(block.layers):
             stage, chunk = stage_and_chunk[layer]
             prefix = f"layers.{layer}."
@@ -200,6 +218,14 @@ def number_matrices(blocks: Sequence[LayerBlock], layout: Layout) -> tuple[Matri
             layer += 1
             unit += units
     return tuple(matrices)
+
+
+def _refuse_uneven(blocks: Sequence[LayerBlock], layout: Layout) -> None:
+    """Raises ConfigError if tensor parallelism does not divide a dimension evenly, or the layers cannot be cut into
+    the stages."""
+    matrices = (matrix for block in blocks for matrix in block.matrices if not _is_whole(matrix, layout))
+    uneven = uneven_problems("parallel.tp", layout.tp, dict.fromkeys(_cut_by_tp(matrices)))
+    refuse([*uneven, *pipeline_problems(sum(block.layers for block in blocks), layout.pp, layout.vpp)])
 
 
 def _in_layout(matrix: LayerMatrix, layout: Layout, experts: int) -> Matrix:
@@ -368,11 +394,14 @@ def routing(setup: Setup) -> Routing:
     vocabulary = model.vocab_size * model.hidden_size
     family = family_of(model)
     weights = [(weight.name, weight.elements) for weight in family.weights(model)] if adamw_only else []
-    replicated = [(parameter.name, parameter.elements) for parameter in family.replicated(model)]
+    small = [(parameter.name, parameter.elements) for parameter in family.small(model)]
+    positions, final_bias = model.positions * model.hidden_size, model.layernorm
     adamw = (
         Routed(pattern=EMBEDDING, count=1, elements=vocabulary),
-        *_group_by_pattern("decoder.layers.*.", layers, [*weights, *replicated]),
+        *((Routed(pattern=POSITIONS, count=1, elements=positions),) if positions else ()),
+        *_group_by_pattern("decoder.layers.*.", layers, [*weights, *small]),
         Routed(pattern=FINAL_NORM, count=1, elements=model.hidden_size),
+        *((Routed(pattern=FINAL_BIAS, count=1, elements=model.hidden_size),) if final_bias else ()),
         *(() if model.tied_embeddings else (Routed(pattern=OUTPUT, count=1, elements=vocabulary),)),
     )
     return Routing(optimizer=setup.optimizer.name, matrices=() if adamw_only else _group_matrices(setup), adamw=adamw)

@@ -18,7 +18,7 @@ QWEN3 = Family(
     name="qwen3",
     title="Qwen3",
     weights=dense.weights,
-    norms=dense.norms,
+    vectors=dense.vectors,
     modules=dense.modules,
     activations=dense.activations,
     forward_flops=dense.forward_flops,
@@ -39,12 +39,4 @@ QWEN3 = Family(
         written={"use_sliding_window": False, "sliding_window": None},
         layer=dense.LAYER_NAMES,
     ),
-    published={
-        "qwen3-0.6b": ("0.6 B", "0.44 B"),
-        "qwen3-1.7b": ("1.7 B", "1.4 B"),
-        "qwen3-4b": ("4.0 B", "3.6 B"),
-        "qwen3-8b": ("8.2 B", "6.95 B"),
-        "qwen3-14b": ("14.8 B", "13.2 B"),
-        "qwen3-32b": ("32.8 B", "31.2 B"),
-    },
 )

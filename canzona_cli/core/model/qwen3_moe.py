@@ -3,7 +3,7 @@ a few of them.
 
 Attention, norms and embeddings are the same as in the dense family. Expert e of a layer has the unit names
 `experts.e.gate`, `experts.e.up` and `experts.e.down`. A network beside the experts that processes every token, as in
-Qwen2, can be planned, and trained in Megatron's loop.
+Qwen2, has the unit names `shared.gate`, `shared.up` and `shared.down`.
 
 Source: Qwen3 Technical Report, arXiv 2505.09388, the published `config.json` files, and
 `Qwen3MoeForCausalLM` of transformers 4.51 and later.
@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from canzona_cli.core.model.dense import LAYER_NAMES, feed_forward_elements
-from canzona_cli.core.model.family import Activations, Family, Foreign, Norm, Router, Weight, Work, head_width
+from canzona_cli.core.model.family import Activations, Family, Foreign, Router, Vector, Weight, Work, head_width
 from canzona_cli.core.model.qwen3 import DEFAULTS, QWEN3
 from canzona_cli.core.setup import ModelConfig
 
@@ -40,10 +40,9 @@ def _shared(model: ModelConfig) -> tuple[Weight, ...]:
 
 
 @lru_cache(maxsize=64)
-def _norms(model: ModelConfig) -> tuple[Norm, ...]:
+def _vectors(model: ModelConfig) -> tuple[Vector, ...]:
     """Lists the norms of a layer. Transformer Engine does not fuse the norm before the experts."""
-    *of_attention, before_experts = QWEN3.norms(model)
-    return *of_attention, replace(before_experts, fused=None)
+    return tuple(replace(each, fused=None) if each.part == "fc1" else each for each in QWEN3.vectors(model))
 
 
 def _routers(model: ModelConfig) -> tuple[Router, ...]:
@@ -118,7 +117,7 @@ QWEN3_MOE = Family(
     name="qwen3-moe",
     title="Qwen3 with experts",
     weights=_weights,
-    norms=_norms,
+    vectors=_vectors,
     routers=_routers,
     modules=_modules,
     activations=_activations,
@@ -151,7 +150,7 @@ QWEN3_MOE = Family(
             "decoder_sparse_step": (1, None),
             "mlp_only_layers": ([], None),
         },
-        fixed=QWEN3.foreign.fixed,
+        fixed={**QWEN3.foreign.fixed, "shared_ffn_hidden_size": 0},
         layer={
             **{unit: name for unit, name in LAYER_NAMES.items() if not name.startswith("mlp.")},
             "mlp.router.weight": "mlp.gate",
@@ -160,8 +159,4 @@ QWEN3_MOE = Family(
             "experts.*.down": "mlp.experts.*.down_proj",
         },
     ),
-    published={
-        "qwen3-30b-a3b": ("30.5 B", "29.9 B"),
-        "qwen3-235b-a22b": ("235 B", "234 B"),
-    },
 )

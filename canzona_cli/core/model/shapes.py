@@ -126,6 +126,9 @@ class ModelShapes:
             qk_norm=False,
             num_experts=0,
             gated=True,
+            layernorm=False,
+            biases=False,
+            positions=0,
         )
 
 

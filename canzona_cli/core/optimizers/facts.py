@@ -8,12 +8,13 @@ look optimizers up with `known_optimizers`.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal, get_args, get_type_hints
 
-from canzona_cli.core.fields import CURVE, NOTHING, Epsilon, Example, NotNegative, Positive, Precision, Share
+from canzona_cli.core.fields import CURVE, NOTHING, Epsilon, Example, NotNegative, Positive, Precision, Range, Share
 
 Clip = Literal["all", "adamw", "none"]
 """The parameters whose gradients are clipped by the global norm."""
@@ -62,13 +63,9 @@ class OptimizerBase:
         Example("'{soap:0.002}'"),
         NOTHING,
     ] = field(default_factory=dict, hash=False)
-    min_lr: Annotated[NotNegative, "Learning rate at the end of the decay.", Example("0.00003"), CURVE] = 0.0
     min_lr_ratio: Annotated[
-        Share | None,
-        "min_lr as a fraction of lr, so that it changes with lr; null: use min_lr.",
-        Example("0.1"),
-        NOTHING,
-    ] = None
+        float, Range(at_least=0, at_most=1), "Learning rate at the end of the decay, as a fraction of lr.", CURVE
+    ] = 0.1
     adamw_lr: Annotated[
         Positive | None,
         "Peak learning rate of parameters that are not matrices, also with optimizer=adamw; its schedule and its ratio"
@@ -102,6 +99,12 @@ class OptimizerBase:
     beta1: Annotated[Share, "Decay of the first moment of AdamW, and of SOAP's and Shampoo's.", CURVE] = 0.9
     beta2: Annotated[Share, "Decay of the second moment of AdamW, and of SOAP's and Shampoo's.", CURVE] = 0.95
     eps: Annotated[Epsilon, "Epsilon in the denominator of AdamW's update.", Example("1e-8"), CURVE] = 1e-8
+
+    @property
+    def min_lr(self) -> float:
+        """The learning rate at the end of the decay. It is a product of decimals, so that 0.1 times 0.0003 is exactly
+        the float 0.00003."""
+        return float(Decimal(repr(self.min_lr_ratio)) * Decimal(repr(self.lr)))
 
     @property
     def adamw_rates(self) -> Rates:
@@ -140,9 +143,8 @@ class Algorithm:
     roots: RootMethod = "eigh"
     """The algorithm for Shampoo's inverse roots."""
     precision: Precision = "bf16"
-    """The precision of the Newton-Schulz matmuls. Matmuls with Kronecker factors are in fp32 or TF32."""
-    tf32: bool = True
-    """True if matmuls with Kronecker factors use TF32 on GPUs that have it; refreshes never use TF32."""
+    """The precision of the Newton-Schulz matmuls. Matmuls with Kronecker factors use TF32 on GPUs that have it;
+    refreshes never do."""
     stack: Literal["auto"] | bool = False
     """True if Muon updates matrices of one shape in batched matmuls; with auto, `costs.update.stack_of`
     decides for each shape."""
@@ -237,7 +239,7 @@ class Facts:
 
     settings: type[OptimizerBase]
     """The class of the optimizer's settings, whose `name` is a literal. Settings that are not in
-    `OptimizerBase` are arguments of the optimizer's class, under the same names except `stagger` and `tf32`
+    `OptimizerBase` are arguments of the optimizer's class, under the same names except `stagger`
     (`engine.build`)."""
     rule: Rule
     update: str | None = None

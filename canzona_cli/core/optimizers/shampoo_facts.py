@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from canzona_cli.core.fields import CURVE, OPTIMIZER, PLAN, Count, Share, Side
 
-from .facts import Algorithm, Facts, OptimizerBase, RootMethod, Rule, Work
+from .facts import Algorithm, Facts, OptimizerBase, Rule, Work
 
 GRAFTING_BYTES = {"none": 0, "sgd": 16, "adam": 64}
 """The bytes of memory traffic per element of Shampoo's grafting: 4 for the norm of Shampoo's update and 8 for
@@ -51,11 +51,6 @@ class KroneckerConfig(OptimizerBase):
         " each refresh in one step.",
         CURVE | PLAN,
     ] = True
-    tf32: Annotated[
-        bool,
-        "On GPUs, run matmuls in TF32; false: in fp32, several times slower. Decompositions are always in fp32.",
-        CURVE | PLAN,
-    ] = True
 
     @property
     def adamw_betas(self) -> tuple[float, float]:
@@ -73,12 +68,6 @@ class ShampooConfig(KroneckerConfig):
     grafting: Annotated[
         Literal["none", "sgd", "adam"], "The method that provides the norm of each Shampoo update.", CURVE | PLAN
     ] = "adam"
-    roots: Annotated[
-        Literal["auto"] | RootMethod,
-        "How inverse roots are computed. eigh: from eigenvalues. newton: using only matmuls, which suits GPUs better."
-        " auto: whichever the cost model predicts to be faster. Both are accurate to fp32 rounding.",
-        CURVE | PLAN,
-    ] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)

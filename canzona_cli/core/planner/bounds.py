@@ -82,10 +82,11 @@ def lower_bound(
     if not on_one_cell:
         return 0.0
     every_matrix = [cost for members in on_one_cell.values() for cost in members]
-    bounds = [packing_bound(every_matrix, dp * tp), packing_bound([*on_all_cells.values()], dp) / tp]
-    units = {tuple(sorted(members)) for members in set(map(tuple, on_one_cell.values()))}
-    bounds += [packing_bound(members, tp) for members in units]
-    return max(bounds)
+    bound = max(packing_bound(every_matrix, dp * tp), packing_bound([*on_all_cells.values()], dp) / tp)
+    for members in {tuple(sorted(members)) for members in set(map(tuple, on_one_cell.values()))}:
+        if 2 * simple_bound(members, tp) > bound:  # `packing_bound` is at most twice the simple bound
+            bound = max(bound, packing_bound(members, tp))
+    return bound
 
 
 def packing_bound(costs: Sequence[float], bins: int) -> float:

@@ -22,7 +22,8 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, starmap
+from operator import attrgetter
 from typing import NamedTuple
 
 from canzona_cli.core.costs.padding import align, bucket_end, shard_elements
@@ -119,6 +120,45 @@ def alike_pools(matrices: Sequence[Matrix]) -> Mapping[Pool, Pool]:
     return _alike(SameObject(matrices))
 
 
+_Matrices = SameObject[Sequence[Matrix]]
+
+
+class LikeStage(NamedTuple):
+    """A pipeline stage, and the first stage with the same work."""
+
+    first: int
+    indices: Sequence[int]
+    """The matrices of the stage, pool by pool. Matrices at the same place in both stages are alike."""
+
+
+def alike_stages(matrices: Sequence[Matrix], costs: Sequence[float], assignment: Assignment) -> Mapping[int, LikeStage]:
+    """Returns, for each stage, the first stage with alike matrices that have the same costs and the same cells."""
+    cells, shared = assignment.cells, assignment.shared_costs
+    stages: dict[int, LikeStage] = {}
+    for alike in _stages_with_alike_pools(SameObject(matrices)):
+        first: dict[Hashable, int] = {}
+        for stage, indices in alike.items():
+            key: Hashable = None
+            if len(alike) > 1:
+                # `assign` gives alike stages the same objects as cells.
+                of_matrices = tuple([id(cells[index]) for index in indices]), tuple(map(costs.__getitem__, indices))
+                key = of_matrices, tuple(map(shared.get, indices)) if shared else None
+            stages[stage] = LikeStage(first.setdefault(key, stage), indices)
+    return stages
+
+
+@lru_cache(maxsize=8)
+def _stages_with_alike_pools(key: _Matrices) -> Sequence[Mapping[int, Sequence[int]]]:
+    """Returns groups of stages with alike matrices: the matrices of each stage, pool by pool, by stage."""
+    members, alike = pool_matrices(key.value), alike_pools(key.value)
+    groups: dict[Hashable, dict[int, Sequence[int]]] = {}
+    for stage, of_stage in groupby(members, key=lambda pool: pool.stage):
+        pools = list(of_stage)
+        group = groups.setdefault(tuple(map(alike.__getitem__, pools)), {})
+        group[stage] = [matrix.index for pool in pools for matrix in members[pool]]
+    return list(groups.values())
+
+
 def typical_pools(matrices: Sequence[Matrix]) -> list[Pool]:
     """Lists the first of several pools that are alike."""
     return list(dict.fromkeys(alike_pools(matrices).values()))
@@ -154,20 +194,17 @@ def pool_buckets(
     return _pool_buckets(SameObject(matrices), pool, mesh.tp, bucket_elements, even)
 
 
-_Matrices = SameObject[Sequence[Matrix]]
-
-
 @lru_cache(maxsize=8)
 def _pooled(key: _Matrices) -> Mapping[Pool, Sequence[Matrix]]:
     """Returns the matrices of each pool."""
-    pooled: dict[Pool, list[Matrix]] = {}
+    pooled: dict[tuple[int, int | None], list[Matrix]] = {}
     for matrix in key.value:
-        pooled.setdefault(Pool(matrix.stage, matrix.expert_rank), []).append(matrix)
+        pooled.setdefault((matrix.stage, matrix.expert_rank), []).append(matrix)
 
     def place(pool: Pool) -> tuple[int, int]:
         return pool.stage, -1 if pool.expert_rank is None else pool.expert_rank
 
-    return {pool: pooled[pool] for pool in sorted(pooled, key=place)}
+    return {pool: pooled[pool] for pool in sorted(starmap(Pool, pooled), key=place)}
 
 
 @lru_cache(maxsize=8)
@@ -178,21 +215,20 @@ def _alike(key: _Matrices) -> Mapping[Pool, Pool]:
 
 def _structure(pool: Pool, members: Sequence[Matrix]) -> Hashable:
     """Returns everything on which the buckets of a pool and the updates of its matrices depend."""
-    units, parameters = dict[int, int](), dict[str, int]()  # numbered in the order in which they occur
-    matrices = [
-        (
-            matrix.kind,
-            matrix.rows,
-            matrix.cols,
-            matrix.shard_dim,
-            matrix.home,
-            matrix.chunk,
-            units.setdefault(matrix.unit, len(units)),
-            parameters.setdefault(matrix.parameter, len(parameters)),
-        )
-        for matrix in members
-    ]
-    return pool.stage == 0, pool.expert_rank is None, tuple(matrices)
+    fields = tuple(map(_FIELDS, members))
+    units, parameters = _in_order(map(_UNIT, members)), _in_order(map(_PARAMETER, members))
+    return pool.stage == 0, pool.expert_rank is None, fields, units, parameters
+
+
+_FIELDS, _UNIT = attrgetter("kind", "rows", "cols", "shard_dim", "home", "chunk"), attrgetter("unit")
+_PARAMETER = attrgetter("parameter")
+
+
+def _in_order(values: Iterable[Hashable]) -> tuple[int, ...]:
+    """Numbers values in the order in which they occur; returns the number of each."""
+    values = list(values)
+    numbers = {value: number for number, value in enumerate(dict.fromkeys(values))}
+    return tuple(map(numbers.__getitem__, values))
 
 
 @lru_cache(maxsize=512)

@@ -15,10 +15,10 @@ from typing import Final, Literal, NamedTuple, get_args
 from canzona_cli.core.costs.buffers import bucket_elements
 from canzona_cli.core.costs.links import Group, Groups, Links, Transfer, strided_group
 from canzona_cli.core.costs.model import StageTime
-from canzona_cli.core.model.families import family_of, replicated_parameters
+from canzona_cli.core.model.families import family_of, small_parameters
 from canzona_cli.core.model.family import Part
 from canzona_cli.core.model.matrices import Matrix
-from canzona_cli.core.planner.plan import Bucket, rank_buckets
+from canzona_cli.core.planner.plan import Bucket, Range, SameObject, rank_buckets
 from canzona_cli.core.planner.reduction import GATHERED_AHEAD, ReductionModel, adamw_apart
 from canzona_cli.core.setup import Layout, Setup
 from canzona_cli.core.setup.stages import stage_layers
@@ -89,14 +89,14 @@ class GatheringOrder:
 def seconds_after_reduction(setup: Setup, layout: Layout, stage: int) -> float:
     """Returns the seconds of the blocking all-reduces that follow a stage's gradient reduction.
 
-    With sequence parallelism the gradients of norms and routers are summed over TP; a tied embedding's
-    gradients are summed over the first and the last stage.
+    With sequence parallelism the gradients of norms and routers are summed over TP (and here also those of biases
+    that TP divides); a tied embedding's gradients are summed over the first and the last stage.
     """
     model, cluster = setup.model, setup.cluster
     links, gradient_bytes = Links(cluster=cluster), setup.train.gradient_bytes
     total = 0.0
     if layout.sequence_parallel and layout.tp > 1:
-        size = stage_layers(model.num_layers, layout, stage) * replicated_parameters(model) * gradient_bytes
+        size = stage_layers(model.num_layers, layout, stage) * small_parameters(model, layout.tp) * gradient_bytes
         total += links.all_reduce(size, Groups.of(layout, cluster).tp).seconds
     if model.tied_embeddings and layout.pp > 1 and stage in (0, layout.pp - 1):
         stride = layout.owners * layout.tp * (layout.pp - 1)
@@ -121,6 +121,7 @@ class ChunkBuilder:
         # A user's shapes may have other kinds of matrices. They are assumed to be in the part whose gradients
         # are ready last and whose weights are needed first, so that no step is predicted too short.
         self._default_part = layer[0].part
+        self._first_modules: dict[SameObject[tuple[Range, ...]], int] = {}
         self._module_index = {(module.part, module.layer): index for index, module in enumerate(self._modules)}
 
     def everything(self, *, sharded: bool) -> list[Chunk]:
@@ -140,7 +141,8 @@ class ChunkBuilder:
         return [*chunks, *(chunk._replace(stream="experts") for chunk in of_experts)]
 
     def adamw(self, *, planned: bool) -> list[Chunk]:
-        """Builds the chunks of the parameters that AdamW updates: embedding, norms, routers and output layer.
+        """Builds the chunks of the parameters that AdamW updates: embedding, norms, biases, routers and output
+        layer.
 
         Args:
             planned: True under a plan, False for layerwise.
@@ -162,7 +164,11 @@ class ChunkBuilder:
     def _matrix_chunks(self, buckets: Sequence[Bucket], matrices: Sequence[Matrix]) -> Iterator[Chunk]:
         """Yields the chunks of buckets that have the same `Bucket.expert_rank`."""
         for bucket, (reduced, gathered) in zip(buckets, self._reductions.in_sequence(buckets), strict=True):
-            module = self.first_module(matrices[index] for part in bucket.ranges for index in part.matrices)
+            key = SameObject(bucket.ranges)  # the alternatives of a plan have the same
+            if key not in self._first_modules:
+                of_ranges = (matrices[index] for part in bucket.ranges for index in part.matrices)
+                self._first_modules[key] = self.first_module(of_ranges)
+            module = self._first_modules[key]
             stream: Stream = "data" if bucket.expert_rank is None else "experts"
             yield Chunk(module=module, reduce=reduced, gather=gathered, stream=stream)
 
@@ -178,16 +184,16 @@ class ChunkBuilder:
 
     def _parameters(self, *, layers: bool) -> list[tuple[int, int]]:
         """Lists the parameters of a buffer as (elements, module), in registration order. A norm or router
-        belongs to the module that uses its output.
+        belongs to the module that uses its output, a bias to its linear layer.
 
         Args:
             layers: False to leave out the matrices of the layers. Experts that are divided among ranks are
                 never listed.
         """
         model = self._setup.model
-        family, replicated = family_of(model), Counter[Part]()
-        for parameter in family.replicated(model):
-            replicated[parameter.part] += parameter.elements
+        family, small = family_of(model), Counter[Part]()
+        for parameter in family.small(model):
+            small[parameter.part] += parameter.elements
         parts = dict.fromkeys(self._part_of[weight.kind] for weight in family.weights(model))
         registered: list[Part] = ["embedding", *parts, "output"]
         order = sorted(
@@ -198,7 +204,7 @@ class ChunkBuilder:
         for place in order:
             module = self._modules[place]
             # Of several modules of one part, the last has the norm and the router.
-            elements = replicated[module.part] if self._module_index[module.part, module.layer] == place else 0
+            elements = small[module.part] if self._module_index[module.part, module.layer] == place else 0
             if module.part in ("embedding", "output") or (layers and not module.dispatched):
                 elements += module.weights
             if elements:

@@ -9,15 +9,16 @@ also bounds the bytes that a rank sends, because a rank sends 1 / tp of each mat
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from canzona_cli.core.costs.sharing import SharedCost
 from canzona_cli.core.errors import ConfigError, Problem
 from canzona_cli.core.model.matrices import Matrix
+from canzona_cli.core.planner.buckets import alike_stages, pool_matrices
 from canzona_cli.core.planner.paper import paper_groups
-from canzona_cli.core.planner.pipeline import HostedPipeline, Job
-from canzona_cli.core.planner.plan import Assignment, MicroGroup, PlanSettings, SameObject
+from canzona_cli.core.planner.pipeline import HostedPipeline, Job, make_jobs
+from canzona_cli.core.planner.plan import Assignment, MicroGroup, PlanSettings
 
 _MIB = 1 << 20
 LARGEST = 2
@@ -34,11 +35,10 @@ def held_jobs(
     """Returns, by (stage, owner), a job for each matrix that belongs to a micro-group: its host and its
     update seconds. Experts with an `expert_rank` are in no micro-group and are left out."""
     held: dict[tuple[int, int], list[Job]] = {}
-    for matrix, cell, cost in zip(matrices, assignment.cells, costs, strict=True):
-        if matrix.expert_rank is None:
-            shared_cost = assignment.shared_costs.get(matrix.index)
-            job = Job(matrix=matrix, host=cell.host, seconds=cost, shared_cost=shared_cost)
-            held.setdefault((matrix.stage, cell.owner), []).append(job)
+    for pool, members in pool_matrices(matrices).items():
+        if pool.expert_rank is None:
+            for job in make_jobs([matrix.index for matrix in members], matrices, costs, assignment):
+                held.setdefault((pool.stage, assignment.cells[job.matrix.index].owner), []).append(job)
     return held
 
 
@@ -47,17 +47,40 @@ def expert_seconds(
 ) -> Mapping[tuple[int, int], tuple[float, ...]]:
     """Returns, by (stage, owner), the seconds that each host takes to update its experts with an
     `expert_rank`, before its micro-groups. Owners without these experts are left out."""
-    counted = Counter(
-        (matrix.stage, cell.owner, cell.host, cost, matrix.elements)
-        for matrix, cell, cost in zip(matrices, assignment.cells, costs, strict=True)
-        if matrix.expert_rank is not None
+    if all(pool.expert_rank is None for pool in pool_matrices(matrices)):
+        return {}
+    seconds: dict[tuple[int, int], tuple[float, ...]] = {}
+    stages: dict[int, dict[int, list[float]]] = {}
+    """The seconds of each owner's hosts, by stage."""
+    for stage, (first, indices) in alike_stages(matrices, costs, assignment).items():
+        if first == stage:
+            stages[stage] = _expert_seconds(matrices, costs, assignment, pipeline, indices)
+        seconds |= {(stage, owner): tuple(of_hosts) for owner, of_hosts in stages[first].items()}
+    return seconds
+
+
+def _expert_seconds(
+    matrices: Sequence[Matrix],
+    costs: Sequence[float],
+    assignment: Assignment,
+    pipeline: HostedPipeline,
+    indices: Sequence[int],
+) -> dict[int, list[float]]:
+    """Returns the `expert_seconds` of each owner of the stage with the matrices at `indices`."""
+    cells, counted = assignment.cells, Counter[tuple[int, int, float, int]]()
+    counted.update(
+        [
+            (cells[index].owner, cells[index].host, costs[index], matrices[index].elements)
+            for index in indices
+            if matrices[index].expert_rank is not None
+        ]
     )
-    seconds: dict[tuple[int, int], list[float]] = {}
-    for (stage, owner, host, cost, elements), count in sorted(counted.items()):
-        of_hosts = seconds.setdefault((stage, owner), [0.0] * pipeline.tp)
+    seconds: dict[int, list[float]] = {}
+    for (owner, host, cost, elements), count in sorted(counted.items()):
+        of_hosts = seconds.setdefault(owner, [0.0] * pipeline.tp)
         # A host launches the updates of all its experts once.
         of_hosts[host] = (of_hosts[host] or pipeline.begin_s) + count * pipeline.each_alone(cost, elements)
-    return {key: tuple(of_hosts) for key, of_hosts in seconds.items()}
+    return seconds
 
 
 class Grouping:
@@ -73,7 +96,6 @@ class Grouping:
     ) -> None:
         self._matrices, self._costs, self._settings, self._pipeline = matrices, costs, settings, pipeline
         self._cache: dict[Hashable, tuple[float, list[tuple[int, ...]]]] = {}
-        self._found: dict[SameObject[Assignment], list[tuple[int, int, float, list[Group]]]] = {}
 
     def micro_groups(self, assignment: Assignment) -> tuple[MicroGroup, ...]:
         """Returns the micro-groups of every owner in order of execution.
@@ -98,17 +120,12 @@ class Grouping:
         """Returns the update seconds of the slowest owner of all stages, as computed by `pipeline.Clock`."""
         return max(seconds for _, _, seconds, _ in self._find_all(assignment))
 
-    def _find_all(self, assignment: Assignment) -> list[tuple[int, int, float, list[Group]]]:
-        """Returns each stage and owner, with the owner's update seconds and its groups."""
-        key = SameObject(assignment)
-        if key not in self._found:
-            jobs = held_jobs(self._matrices, self._costs, assignment)
-            experts_s = expert_seconds(self._matrices, self._costs, assignment, self._pipeline)
-            self._found[key] = [
-                (stage, owner, *self.find(jobs.get((stage, owner), []), experts_s.get((stage, owner), ())))
-                for stage, owner in sorted(jobs.keys() | experts_s.keys())
-            ]
-        return self._found[key]
+    def _find_all(self, assignment: Assignment) -> Iterator[tuple[int, int, float, list[Group]]]:
+        """Yields each stage and owner, with the owner's update seconds and its groups."""
+        jobs = held_jobs(self._matrices, self._costs, assignment)
+        experts_s = expert_seconds(self._matrices, self._costs, assignment, self._pipeline)
+        for stage, owner in sorted(jobs.keys() | experts_s.keys()):
+            yield stage, owner, *self.find(jobs.get((stage, owner), []), experts_s.get((stage, owner), ()))
 
     def find(self, jobs: Sequence[Job], experts_s: Sequence[float] = ()) -> tuple[float, list[Group]]:
         """Returns an owner's update seconds, as computed by `pipeline.Clock`, and its groups.

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from operator import attrgetter
 from types import MappingProxyType
 
 from canzona_cli.core.costs.buffers import bucket_elements
@@ -18,6 +19,7 @@ from canzona_cli.core.costs.sharing import shared_costs
 from canzona_cli.core.costs.update import algorithm_of, update_costs
 from canzona_cli.core.errors import ConfigError, DoesNotFit, Problem
 from canzona_cli.core.fields import PLAN, affecting
+from canzona_cli.core.model.families import MixedModel
 from canzona_cli.core.model.matrices import Matrix, stage_matrices
 from canzona_cli.core.model.matrices import matrices as matrices_of
 from canzona_cli.core.model.shapes import ModelShapes
@@ -43,7 +45,10 @@ def subject(setup: Setup, layout: Layout, shapes: ModelShapes | None = None) -> 
     Args:
         shapes: the user's own shapes if these are planned instead of `config.model`.
     """
-    model: dict[str, Scalar] = {name: getattr(setup.model, name) for name in affecting(PLAN, ModelConfig)}
+    section = MixedModel if isinstance(setup.model, MixedModel) else ModelConfig
+    model: dict[str, Scalar] = {name: getattr(setup.model, name) for name in affecting(PLAN, section)}
+    rare = {name: model.pop(name) for name in ("layernorm", "biases", "positions")}
+    model |= {name: value for name, value in rare.items() if value}
     profile = {name: getattr(setup.cluster, name) for name in affecting(PLAN, ClusterConfig)}
     return Subject(
         model=MappingProxyType(model if shapes is None else {"shapes": shapes.digest}),
@@ -263,7 +268,7 @@ def _attempts(setup: Setup, layout: Layout, shapes: ModelShapes | None, limit: i
     algorithm = unbounded.subject.optimizer
     user_limit = unbounded.subject.settings.capacity(setup.exchange_bytes)
     spare = spare_bytes(setup, algorithm, layout, limit)
-    counts = Counter(matrix.shape for matrix in unbounded.matrices)
+    counts = Counter(map(attrgetter("shape"), unbounded.matrices))
     for worst_case in (False, True):
         # The elements of matrices that one rank may keep.
         memory_cap = max(1, int(spare / element_bytes(setup, algorithm, counts, worst_case=worst_case)))
@@ -314,7 +319,7 @@ def _unbounded_attempts(setup: Setup, layout: Layout, shapes: ModelShapes | None
 
 def _most_held(plan: Plan) -> int:
     """Counts the matrix elements on the fullest cell."""
-    return max(max(plan.held_elements(stage)) for stage in range(plan.subject.layout.pp))
+    return max(map(max, plan.held_elements))
 
 
 def _most_received(plan: Plan) -> int:

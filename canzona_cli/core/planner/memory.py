@@ -18,7 +18,7 @@ need further memory during the backward and the forward pass (`StepBuffers.reduc
 All sizes are in bytes on one rank.
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -30,6 +30,7 @@ from canzona_cli.core.model.families import interleaved_kinds
 from canzona_cli.core.model.family import Kind
 from canzona_cli.core.model.matrices import Matrix, Shape
 from canzona_cli.core.optimizers.facts import Algorithm
+from canzona_cli.core.planner.buckets import alike_stages
 from canzona_cli.core.planner.exchange import group_traffic
 from canzona_cli.core.planner.order import LANES
 from canzona_cli.core.planner.pipeline import Job, make_jobs
@@ -62,7 +63,25 @@ class StepBuffers:
 
 def step_buffers(setup: Setup, plan: Plan, stage: int) -> list[StepBuffers]:
     """Returns the buffers of each cell of a stage, at index `owner * tp + host`."""
-    mesh = plan.subject.layout
+    reduced, gathered = ring_scratch(plan, stage, setup.train.gradient_bytes, setup.train.weight_bytes)
+    return [
+        replace(of_cell, reduction=reduced.get(cell, 0), gathering=gathered.get(cell, 0))
+        for cell, of_cell in enumerate(_engine_buffers(setup, SameObject(plan), _first_stages(SameObject(plan))[stage]))
+    ]
+
+
+@lru_cache(maxsize=8)
+def _first_stages(key: SameObject[Plan]) -> Mapping[int, int]:
+    """Returns the first of several alike stages, by stage."""
+    plan = key.value
+    stages = alike_stages(plan.matrices, plan.costs, plan.assignment)
+    return {stage: stages[stage].first if stage in stages else stage for stage in range(plan.subject.layout.pp)}
+
+
+@lru_cache(maxsize=32)
+def _engine_buffers(setup: Setup, of_plan: SameObject[Plan], stage: int) -> list[StepBuffers]:
+    """Returns the `step_buffers` of a stage, except `reduction` and `gathering`."""
+    plan, mesh = of_plan.value, of_plan.value.subject.layout
     by_owner: dict[int, list[list[Job]]] = {}
     for group in sorted(plan.groups, key=lambda group: group.index):
         if group.stage == stage:
@@ -72,7 +91,6 @@ def step_buffers(setup: Setup, plan: Plan, stage: int) -> list[StepBuffers]:
     for matrix, cell in plan.placed[stage]:
         if matrix.expert_rank is not None:
             experts[cell.index(mesh.tp)].append(matrix)
-    reduced, gathered = ring_scratch(plan, stage, setup.train.gradient_bytes, setup.train.weight_bytes)
     copies = _Copies(interleaved=interleaved_kinds(setup.model), fp32=setup.train.gradient_bytes == FP32)
     cache: dict[Hashable, list[StepBuffers]] = {}
     buffers: list[StepBuffers] = []
@@ -87,10 +105,7 @@ def step_buffers(setup: Setup, plan: Plan, stage: int) -> list[StepBuffers]:
         if key not in cache:
             cache[key] = list(_buffers_of_owner(setup, plan.subject.optimizer, copies, groups, experts[row]))
         buffers += cache[key]
-    return [
-        replace(of_cell, reduction=reduced.get(cell, 0), gathering=gathered.get(cell, 0))
-        for cell, of_cell in enumerate(buffers)
-    ]
+    return buffers
 
 
 def _buffer_key(matrix: Matrix) -> Hashable:
@@ -268,7 +283,7 @@ def _stage_memory(setup: Setup, layout: Layout, plan: Plan, stage: int) -> PlanM
         for matrix, cell in (plan.placed[stage] if any(bytes_of.values()) else ())
         if matrix.index not in plan.assignment.shared_costs
     )
-    elements = plan.held_elements(stage)
+    elements = plan.held_elements[stage]
     factors = sum_by_cell(hosted, 0, cells=mesh.cells, tp=mesh.tp)
     buffers = step_buffers(setup, plan, stage)
     needed = transient(setup, algorithm, layout, stage)

@@ -89,15 +89,16 @@ class Assignment:
             matrices: the matrices of the stage.
             costs: the seconds of all matrices.
         """
-        cells, shared_costs = self.cells, self.shared_costs
-        indices = [matrix.index for matrix in matrices]
-        placed = (
-            (cells[index], shared_costs[index].each, True)
-            if index in shared_costs
-            else (cells[index], costs[index], False)
-            for index in indices
-        )
-        return sum_by_cell(placed, 0.0, cells=dp * tp, tp=tp)
+        loads = [0.0] * (dp * tp)
+        for index in [matrix.index for matrix in matrices]:
+            cell, shared_cost = self.cells[index], self.shared_costs.get(index)
+            first_cell = cell.owner * tp
+            if shared_cost is None:
+                loads[first_cell + cell.host] += costs[index]
+                continue
+            for each in range(first_cell, first_cell + tp):
+                loads[each] += shared_cost.each
+        return loads
 
 
 class SameObject[Value](NamedTuple):
@@ -210,7 +211,7 @@ class Subject:
         return {f"{part}.{name}": value for part, values in self.content().items() for name, value in values.items()}
 
 
-VERSION = 10
+VERSION = 11
 """The version of plan files. A change of their content or its meaning raises it; other versions are not
 read."""
 _CONTENT = ("version", "subject", "lower_bounds", "matrices", "buckets", "micro_groups")
@@ -262,15 +263,20 @@ class Plan:
         matrices = (matrix for matrix, _ in self.placed[stage])
         return self.assignment.loads(matrices, self.costs, mesh.owners, mesh.tp)
 
-    def held_elements(self, stage: int) -> list[int]:
-        """Counts the matrix elements that each cell of a stage holds, at index `owner * tp + host`. A hosted
+    @cached_property
+    def held_elements(self) -> tuple[list[int], ...]:
+        """The matrix elements that each cell of each stage holds, at index `owner * tp + host`. A hosted
         matrix is held whole by its host; a shared matrix is divided evenly among the hosts of its owner."""
         mesh, shared = self.subject.layout, self.assignment.shared_costs
-        placed = (
-            (cell, matrix.elements // mesh.tp, True) if matrix.index in shared else (cell, matrix.elements, False)
-            for matrix, cell in self.placed[stage]
-        )
-        return sum_by_cell(placed, 0, cells=mesh.cells, tp=mesh.tp)
+        stages = tuple([0] * mesh.cells for _ in range(mesh.pp))
+        for matrix, cell in zip(self.matrices, self.assignment.cells, strict=True):
+            held, first_cell = stages[matrix.stage], cell.owner * mesh.tp
+            if matrix.index not in shared:
+                held[first_cell + cell.host] += matrix.elements
+                continue
+            for index in range(first_cell, first_cell + mesh.tp):
+                held[index] += matrix.elements // mesh.tp
+        return stages
 
     def content(self) -> dict[str, object]:
         """Returns everything that the hash covers, ready for JSON; `from_content` is the inverse."""
@@ -345,6 +351,8 @@ def _digest(content: Mapping[str, object]) -> str:
 def _fields_for_file(entry: Matrix | Bucket) -> dict[str, object]:
     """Returns the fields of a matrix or bucket for a plan file, without `expert_rank` if that is None."""
     values = {**vars(entry)}
+    if isinstance(entry, Matrix):
+        values.pop("shape", None), values.pop("elements", None)  # cached properties
     if entry.expert_rank is None:
         del values["expert_rank"]
     return values

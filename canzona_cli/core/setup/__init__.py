@@ -41,6 +41,7 @@ from canzona_cli.core.setup.layout import Layout, Mesh
 from canzona_cli.core.setup.optimizer import OPTIMIZERS, CustomConfig, OptimizerConfig, OptimizerName, UpdateName
 from canzona_cli.core.setup.setup import Execution, Setup
 from canzona_cli.core.setup.training import (
+    PARTS_OF_LLAMA,
     DecayStyle,
     Dispatcher,
     Divergence,

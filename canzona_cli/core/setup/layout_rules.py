@@ -8,11 +8,10 @@ Sources: `TransformerConfig.__post_init__` (heads and query groups over tp), `ge
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Collection, Iterator
 
 from canzona_cli.core.errors import Problem
-from canzona_cli.core.setup import Fp8Recipe, ModelConfig, Setup
+from canzona_cli.core.setup import ModelConfig, Setup
 from canzona_cli.core.setup.stages import number_list, pipeline_problems
 
 
@@ -54,60 +53,6 @@ def uneven_problems(key: str, parts: int, counts: Collection[tuple[int, str]]) -
         yield Problem(key, f"cannot split {uneven} into {parts} equal parts", fix, value=parts)
 
 
-FP8_UNITS: Mapping[Fp8Recipe, int] = MappingProxyType({"tensorwise": 16, "delayed": 16, "blockwise": 128, "mxfp8": 32})
-"""The number that must divide all sides of an FP8 matmul: the alignment of cuBLAS's FP8 kernels, or the length of the
-blocks that share a scale (Transformer Engine 2, `Float8BlockQuantizer` and `MXFP8Quantizer`)."""
-
-
-def fp8_sides(setup: Setup, tp: int, cp: int, micro_batch: int = 1) -> list[tuple[int, str]]:
-    """Returns the sides of the layers' matmuls on a rank, as (length, name) pairs. Experts' tokens are not included,
-    because Transformer Engine pads them."""
-    model, train = setup.model, setup.train
-    attention, keys = model.num_attention_heads * model.head_dim, model.num_query_groups * model.head_dim
-    experts_tp = 1 if may_have_whole_experts(setup) else tp
-    return [
-        (train.seq_length * micro_batch // cp, "tokens of a micro-batch on a rank"),
-        (model.hidden_size, "hidden_size"),
-        ((attention + 2 * keys) // tp, "rows of queries, keys and values on a rank"),
-        (attention // tp, "columns of the projection on a rank"),
-        (model.ffn_hidden_size // experts_tp, "ffn rows on a rank"),
-    ]
-
-
-def divides_fp8(setup: Setup, tp: int, cp: int) -> bool:
-    """Returns True if these parallel sizes leave matmuls whose sides FP8 can have, or if `train.fp8` is none."""
-    recipe = setup.train.fp8
-    if recipe == "none":
-        return True
-    micro_batch = setup.train.micro_batch_size or 1
-    return all(length % FP8_UNITS[recipe] == 0 for length, _ in fp8_sides(setup, tp, cp, micro_batch))
-
-
-def _fp8_problems(setup: Setup) -> Iterator[Problem]:
-    recipe, cluster = setup.train.fp8, setup.cluster
-    if recipe == "none":
-        return
-    others = f"use train.fp8={' or '.join(['none', *cluster.fp8_recipes])}"
-    if cluster.device == "cpu":
-        yield Problem("train.fp8", "FP8 matmuls need a GPU", "use train.fp8=none", value=recipe)
-    elif recipe not in cluster.fp8_recipes:
-        reason = f"is not a recipe that {cluster.name} supports (cluster.fp8_recipes)"
-        yield Problem("train.fp8", reason, others, value=recipe)
-    elif not cluster.fused_layers:
-        reason = "needs layers of Transformer Engine, and cluster.transformer_engine is false"
-        yield Problem("train.fp8", reason, "leave cluster.transformer_engine null, or use train.fp8=none", value=recipe)
-    elif setup.train.precision != "bf16":
-        reason = f"casts bf16 to FP8, and train.precision is {setup.train.precision}"
-        yield Problem("train.fp8", reason, "use train.precision=bf16", value=recipe)
-    else:
-        tp, cp, unit = setup.parallel.tp or 1, setup.parallel.cp or 1, FP8_UNITS[recipe]
-        sides = fp8_sides(setup, tp, cp, setup.train.micro_batch_size or 1)
-        uneven = [f"{length} {name}" for length, name in sides if length % unit]
-        if uneven:
-            reason = f"needs multiples of {unit}, not {', '.join(uneven)}"
-            yield Problem("train.fp8", reason, "use smaller parallel sizes, another recipe, or none", value=recipe)
-
-
 def layout_problems(setup: Setup) -> list[Problem]:
     """Returns the problems with the parallelism, the machines and the batch of a run. Some problems lack the
     value of their setting, which `problems.with_own_values` fills in."""
@@ -115,7 +60,6 @@ def layout_problems(setup: Setup) -> list[Problem]:
         *_parallelism_problems(setup),
         *_machine_problems(setup),
         *_batch_problems(setup),
-        *_fp8_problems(setup),
     ]
 
 

@@ -83,7 +83,7 @@ def number_list(numbers: Sequence[int]) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _parts(layers: int, parts: int) -> tuple[range, ...]:
+def cut_layers(layers: int, parts: int) -> tuple[range, ...]:
     """Returns the layers of each part of the model, in order."""
     counting = count_parts_as_layers(layers, parts)
     assert counting is not None, f"{layers} layers in {parts} parts should have been refused"
@@ -94,12 +94,12 @@ def _parts(layers: int, parts: int) -> tuple[range, ...]:
 
 def chunk_layers(layers: int, mesh: Mesh, stage: int, chunk: int) -> range:
     """Returns the indices of the layers in a stage's model chunk, in a model with `layers` layers."""
-    return _parts(layers, mesh.pp * mesh.vpp)[chunk * mesh.pp + stage]
+    return cut_layers(layers, mesh.pp * mesh.vpp)[chunk * mesh.pp + stage]
 
 
 def stage_layers(layers: int, mesh: Mesh, stage: int) -> int:
     """Returns the number of layers of a stage, which does not depend on the number of model chunks."""
-    return len(_parts(layers, mesh.pp)[stage])
+    return len(cut_layers(layers, mesh.pp)[stage])
 
 
 def most_layers(layers: int, mesh: Mesh) -> int:

@@ -1,7 +1,9 @@
 """The settings of training: model, parallelism, training job, learning-rate schedule and data."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from types import MappingProxyType
+from typing import Annotated, ClassVar, Final, Literal
 
 from canzona_cli.core.fields import (
     CURVE,
@@ -33,6 +35,8 @@ NonFinite = Literal["stop", "skip"]
 Divergence = Literal["stop", "warn"]
 LossSpike = Literal["ignore", "warn", "stop"]
 DecayStyle = Literal["cosine", "wsd", "linear", "constant"]
+TEMPERATURE: Final = 0.8
+"""The temperature of sample texts: the most likely tokens alone soon repeat themselves."""
 Experts = Annotated[int, Range(at_least=0, at_most=1024)]
 Dispatcher = Literal["allgather", "alltoall", "flex"]
 BalancingLoss = Literal["none", "sequence", "global"]
@@ -44,10 +48,16 @@ WARMUP_CEILING = 2000
 WSD_DECAY_SHARE = 10
 
 
+PARTS_OF_LLAMA: Final[Mapping[str, bool | int]] = MappingProxyType(
+    {"gated": True, "layernorm": False, "biases": False, "positions": 0}
+)
+"""The settings of a model that has no part of GPT-2 (`ModelConfig.parts_of_gpt2`)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only transformer with RMSNorm, GQA, RoPE and no bias, like Qwen3 and Llama, dense or with
-    experts."""
+    """A decoder-only transformer with RMSNorm, SwiGLU, GQA, RoPE and no bias, like Qwen3 and Llama, dense or with
+    experts, or with parts of GPT-2 instead."""
 
     AFFECTS: ClassVar[Affects] = MODEL | PLAN
 
@@ -66,13 +76,13 @@ class ModelConfig:
         "Factor by which Llama 3.1's rotary scaling stretches a context of 8,192 tokens; null: none.",
         CURVE,
     ] = None
-    norm_eps: Annotated[Epsilon, "Epsilon of the RMSNorms.", CURVE] = 1e-6
+    norm_eps: Annotated[Epsilon, "Epsilon of the norms.", CURVE] = 1e-6
     qk_norm: Annotated[bool, "Normalise queries and keys per head: true for Qwen3, false for Llama.", MODEL] = True
     num_experts: Annotated[Experts, "Experts in every layer, each a feed-forward network; 0: a dense model."] = 0
     experts_per_token: Annotated[int, Range(at_least=2, at_most=1024), "Experts that process each token.", CURVE] = 2
     shared_ffn_hidden_size: Annotated[
         Annotated[int, Range(at_least=0, at_most=1 << 24)],
-        "Width of a feed-forward network beside the experts that processes every token; 0: none. Only for plans.",
+        "Width of a feed-forward network beside the experts that processes every token; 0: none.",
     ] = 0
     balancing_loss: Annotated[
         BalancingLoss,
@@ -80,14 +90,22 @@ class ModelConfig:
         CURVE,
     ] = "sequence"
     balancing_weight: Annotated[Share, "Weight of `balancing_loss`.", CURVE] = 1e-3
-    gated: Annotated[
-        bool, "Gate the feed-forward layers (SwiGLU). false: one matrix fewer per layer; only for plans."
-    ] = True
+    gated: Annotated[bool, "Gate the feed-forward layers (SwiGLU); false: GELU, and one matrix fewer per layer."] = True
+    layernorm: Annotated[bool, "LayerNorm in place of RMSNorm."] = False
+    biases: Annotated[bool, "Biases of all linear layers in attention and feed-forward networks."] = False
+    positions: Annotated[
+        Annotated[int, Range(at_least=0, at_most=1 << 24)], "Number of learned positions; 0: a rotary embedding."
+    ] = 0
     init_std: Annotated[
         Positive,
         "Standard deviation of the initial weights; residual projections use `init_std / sqrt(2 * num_layers)`.",
         NOTHING,
     ] = 0.02
+
+    @property
+    def parts_of_gpt2(self) -> Mapping[str, bool | int]:
+        """The settings whose values put a part of GPT-2 in the place of one of Llama."""
+        return {name: value for name in PARTS_OF_LLAMA if (value := getattr(self, name)) != PARTS_OF_LLAMA[name]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +228,7 @@ class TrainConfig:
     ] = 1024
     sample_every: Annotated[
         CountOrZero,
-        "Steps between text samples from the model (temperature 0.8, a fixed seed), shown in the "
+        f"Steps between text samples from the model (temperature {TEMPERATURE:g}, a fixed seed), shown in the "
         "live view, events.jsonl and trackers. There is also a sample after the last step. 0: no samples.",
         NOTHING,
     ] = 0
@@ -227,6 +245,10 @@ class TrainConfig:
     def gradient_bytes(self) -> int:
         """The number of bytes per element of the gradient buffer."""
         return 4 if self.grad_reduce_dtype == "fp32" else self.weight_bytes
+
+    def batch_at(self, batch: int, step: int) -> int:
+        """Returns the number of sequences in a step; `batch` is that of the steps after `batch_rampup`."""
+        return self.sequences(batch, step, step)
 
     def sequences(self, batch: int, first: int, last: int) -> int:
         """Returns the number of sequences in the steps from `first` to `last`.

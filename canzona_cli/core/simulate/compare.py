@@ -11,11 +11,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import get_args
 
 from canzona_cli.core import phases
 from canzona_cli.core.costs.memory import capacity, estimate
-from canzona_cli.core.errors import ConfigError, Problem
 from canzona_cli.core.model.matrices import matrices as matrices_of
 from canzona_cli.core.model.shapes import ModelShapes
 from canzona_cli.core.planner.make import make_plan, plan_unbounded
@@ -23,7 +22,7 @@ from canzona_cli.core.planner.measures import Balance, Communication, balance, c
 from canzona_cli.core.planner.memory import PlanMemory, plan_memory
 from canzona_cli.core.planner.plan import Plan, sum_by_cell
 from canzona_cli.core.planner.reduction import GATHERED_AHEAD
-from canzona_cli.core.setup import Form, KroneckerConfig, Layout, MomentumConfig, MuonTpMode, Setup
+from canzona_cli.core.setup import KroneckerConfig, Layout, MuonTpMode, Setup
 from canzona_cli.core.setup.execution import (
     PLANNED,
     RELEASED_TP_MODES,
@@ -43,8 +42,6 @@ STRATEGIES = (phases.STRATEGIES[-1], *phases.STRATEGIES[:-1])
 """The strategies in the order of the tables. AdamW comes first, because the others are compared with it."""
 SUMMARY: tuple[AnyStrategy, ...] = ("adamw", "canzona", "sc", "layerwise")
 """The strategies of a plan's summary: the planner's own, and those that Megatron offers."""
-Comparison = Literal["strategies", "form"]
-FORMS: tuple[Literal["auto"] | Form, ...] = ("standard", "gram", "auto")
 VERSION = 3
 """The version of the output of `--json`. Adding a key does not change the version."""
 
@@ -72,17 +69,6 @@ class SimulatedStrategy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Variant:
-    """The plan of the run with other settings."""
-
-    name: str
-    balance: Balance
-    communication: Communication
-    memory_bytes: int
-    result: StrategyResult
-
-
-@dataclass(frozen=True, kw_only=True)
 class Study:
     """A plan and its alternatives, with load balance, communication, memory and simulated times."""
 
@@ -90,18 +76,18 @@ class Study:
     layout: Layout
     plan: Plan
     balance: Balance
-    communication: Communication
     memory: PlanMemory
     strategies: Mapping[str, SimulatedStrategy]
     """The simulations by strategy. Megatron's Muon (layerwise, sc) is in the faster of the modes that the supported
     Megatron can run. Further entries, such as layerwise/duplicated, have it in each mode (`mode_key`); there are none
     with one TP rank, and for optimizers without modes."""
-    assumptions: tuple[str, ...]
     planning_s: float
-    variants: tuple[Variant, ...] = ()
-    """The plans of `--compare form`."""
     shapes: ModelShapes | None = None
     """The user's shapes if these were planned instead of `config.model`."""
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        return assumptions()
 
     @property
     def strategy(self) -> str:
@@ -154,6 +140,10 @@ class Study:
     def flex_speedup(self) -> float | None:
         """The estimated gain from the dispatcher `flex` in this layout, see `estimate.flex_speedup`."""
         return flex_speedup(self.setup, self.layout)
+
+    @cached_property
+    def communication(self) -> Communication:
+        return communication(self.setup, self.layout, self.plan)
 
     @cached_property
     def refreshes(self) -> Refreshes | None:
@@ -231,18 +221,6 @@ class Study:
                 **{f"iteration_vs_{baseline}": self.iteration_speedup(baseline) for baseline in baselines},
                 "overhead_over_adamw": self.overhead(self.strategy),
             },
-            "compared": [
-                {
-                    "name": variant.name,
-                    "load_balance": variant.balance.grid,
-                    "lower_bound": variant.balance.lower_bound,
-                    "communication": asdict(variant.communication),
-                    "memory_bytes": variant.memory_bytes,
-                    "iteration_s": variant.result.iteration_s,
-                    "optimizer_s": variant.result.optimizer_s,
-                }
-                for variant in self.variants
-            ],
             "assumptions": list(self.assumptions),
             "fast_paths_off": list(self.fast_paths(simulated=False).off),
             "planning_s": self.planning_s,
@@ -259,11 +237,10 @@ def with_shapes(setup: Setup, shapes: ModelShapes) -> Setup:
 def study_run(
     setup: Setup,
     layout: Layout,
-    compare: Comparison | None = None,
     shapes: ModelShapes | None = None,
     baselines: Sequence[AnyStrategy] = STRATEGIES,
     tp_modes: Sequence[MuonTpMode] = get_args(MuonTpMode),
-    misfits: bool = True,
+    details: bool = True,
 ) -> Study:
     """Plans a run and simulates the plan and its alternatives.
 
@@ -271,18 +248,16 @@ def study_run(
         setup: the resolved setup (`simulate.fit.resolve`), with a strategy that has a plan
             (`planner.make.plannable`).
         layout: the resolved layout.
-        compare: `form` to plan the run also with Muon's other forms. The strategies are
-            always compared.
         shapes: the user's shapes, which are planned instead of `config.model`; `setup` is then the result of
             `with_shapes`.
         baselines: the strategies to simulate besides the run's own.
         tp_modes: the modes of Megatron's Muon in which layerwise is simulated, at least those that the supported
             Megatron can run.
-        misfits: False to leave out the simulation of a strategy that fits in no mode, as in summaries, which show
-            nothing of it.
+        details: False to leave out what summaries do not show: the loads of layerwise, and the simulation of a
+            strategy that fits in no mode.
 
     Raises:
-        ConfigError: `compare` is form and the optimizer has no forms; or see `make_plan` and `simulate`.
+        ConfigError: see `make_plan` and `simulate`.
         DoesNotFit: no plan fits the profile's memory.
     """
     start = time.perf_counter()
@@ -302,17 +277,14 @@ def study_run(
             strategies[name] = _simulate_plan(simulated, layout, plans[name], memories[name], stage)
         else:
             modes = tp_modes if name == "layerwise" else RELEASED_TP_MODES
-            strategies.update(_simulate_unplanned(simulated, layout, name, modes, plan, stage, shapes, misfits))
+            strategies.update(_simulate_unplanned(simulated, layout, name, modes, plan, stage, shapes, details))
     return Study(
         setup=setup,
         layout=layout,
         plan=plan,
         balance=load_balance,
-        communication=communication(setup, layout, plan),
         memory=memory,
         strategies=MappingProxyType(strategies),
-        assumptions=assumptions(),
-        variants=tuple(_variants(setup, layout, shapes, plan, compare)),
         shapes=shapes,
         planning_s=time.perf_counter() - start,
     )
@@ -340,7 +312,7 @@ def _simulate_unplanned(
     plan: Plan,
     stage: int,
     shapes: ModelShapes | None,
-    misfits: bool,
+    details: bool,
 ) -> Iterator[tuple[str, SimulatedStrategy]]:
     """Simulates a strategy without a plan; yields its entries of `Study.strategies`. Megatron's own optimizers cannot
     update gate and up apart, so they have their own matrices (`splitting_of`), as when they run.
@@ -349,13 +321,13 @@ def _simulate_unplanned(
         tp_modes: the modes to simulate if the strategy is Megatron's Muon.
         plan: the plan whose matrices the strategy updates if it can, or if they are the user's own `shapes`.
         stage: the stage of `SimulatedStrategy.loads`.
-        misfits: see `study_run`.
+        details: see `study_run`.
     """
     setup = with_strategy(setup, strategy)
     modes: Sequence[MuonTpMode | None] = tp_modes if layout.tp > 1 and has_tp_modes(setup) else (None,)
     runs = [setup if mode is None else with_tp_mode(setup, mode) for mode in modes]
     memories = [estimate(run, layout).total for run in runs]
-    if not misfits and min(memories) > capacity(setup):
+    if not details and min(memories) > capacity(setup):
         yield strategy, SimulatedStrategy(simulated=None, memory_bytes=min(memories), fits=False, loads=None)
         return
     members = plan.matrices
@@ -374,7 +346,7 @@ def _simulate_unplanned(
         )
     released = [simulated for mode, simulated in by_mode.items() if mode is None or mode in RELEASED_TP_MODES]
     best = min(released, key=lambda simulated: (not simulated.fits, simulated.result.iteration_s))
-    if strategy == "layerwise":
+    if strategy == "layerwise" and details:
         run = setup if best.tp_mode is None else with_tp_mode(setup, best.tp_mode)
         best = replace(best, loads=tuple(_layerwise_loads(run, layout, workload, stage)))
     yield strategy, best
@@ -392,27 +364,6 @@ def _layerwise_loads(setup: Setup, layout: Layout, workload: Workload, stage: in
         if matrix.stage == stage
     )
     return sum_by_cell(placed, 0.0, cells=layout.cells, tp=layout.tp)
-
-
-def _variants(
-    setup: Setup, layout: Layout, shapes: ModelShapes | None, plan: Plan, compare: Comparison | None
-) -> Iterator[Variant]:
-    optimizer = setup.optimizer
-    runs: dict[str, Setup] = {}
-    if compare == "form":
-        if not isinstance(optimizer, MomentumConfig):
-            reason = f"optimizer={optimizer.name} has no forms to compare"
-            raise ConfigError(Problem(key="--compare", value="form", reason=reason, fix="use optimizer=muon"))
-        runs = {form: replace(setup, optimizer=replace(optimizer, form=form)) for form in FORMS}
-    for name, run in runs.items():
-        alternative = plan if run == setup else plan_unbounded(run, layout, shapes)
-        yield Variant(
-            name=name,
-            balance=balance(alternative),
-            communication=communication(run, layout, alternative),
-            memory_bytes=plan_memory(run, layout, alternative).total,
-            result=simulate_plan(with_cores(run), layout, alternative),
-        )
 
 
 def assumptions() -> tuple[str, ...]:

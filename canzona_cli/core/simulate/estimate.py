@@ -87,6 +87,13 @@ def least_step_seconds(setup: Setup, layout: Layout) -> float:
     return layout.num_microbatches * busiest_s + (all_s - busiest_s) / layout.vpp
 
 
+def least_sequence_seconds(setup: Setup, layout: Layout) -> float:
+    """Returns a lower bound of `least_step_seconds` per sequence that is the same for all layouts that differ only in
+    pp, vpp and dp: the passes of the layers, as if no stage ever waited for another."""
+    layer_s, _ = layer_and_ends(setup, layout)
+    return setup.model.num_layers * layer_s / (layout.pp * layout.dp * layout.micro_batch_size)
+
+
 def _exposed_s(setup: Setup, layout: Layout, passes_s: Sequence[tuple[float, float]]) -> float:
     """Estimates the seconds that data-parallel traffic adds to a step.
 
@@ -181,7 +188,7 @@ def _traffic(setup: Setup, layout: Layout) -> _Traffic:
     links, groups = Links(cluster=cluster), Groups.of(layout, cluster)
     weights = stage_weights(setup, layout, 0)
     weight_bytes, gradient_bytes = setup.train.weight_bytes, setup.train.gradient_bytes
-    embedding = setup.model.vocab_size * setup.model.hidden_size // layout.tp
+    embedding = (setup.model.vocab_size // layout.tp + setup.model.positions) * setup.model.hidden_size
     reducing, gathering = step_factor(setup, "grad_reduce"), step_factor(setup, "param_gather")
     reduce = links.all_reduce if execution.everywhere else links.reduce_scatter
     all_elements = weights.matrices + weights.others

@@ -9,10 +9,9 @@ from dataclasses import replace
 
 from canzona_cli.core.costs.gpus import with_layers_here
 from canzona_cli.core.costs.memory import GIB, estimate
-from canzona_cli.core.errors import ConfigError, DoesNotFit, Problem
+from canzona_cli.core.errors import ConfigError, DoesNotFit, Problem, problem_with
 from canzona_cli.core.model.matrices import routing
 from canzona_cli.core.setup import Execution, Layout, Setup, Strategy
-from canzona_cli.core.setup.problems import problem_with
 from canzona_cli.core.simulate.possible import expert_parallel_sizes, fill
 from canzona_cli.core.simulate.search import Candidate, any_fits, candidates, search
 

@@ -4,20 +4,18 @@ Whether they fit in memory is not asked here."""
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import groupby, product
-from operator import attrgetter
+from typing import NamedTuple
 
-from canzona_cli.core.errors import ConfigError, Problem, refuse
+from canzona_cli.core.errors import ConfigError, Problem, problem_with, refuse, with_own_values
+from canzona_cli.core.model.fp8 import divides_fp8, fp8_problems
 from canzona_cli.core.setup import Layout, Recompute, Setup
 from canzona_cli.core.setup.layout import batch_multiple
 from canzona_cli.core.setup.layout_rules import (
-    divides_fp8,
     divisors,
     layout_problems,
     may_have_whole_experts,
     possible_tp,
 )
-from canzona_cli.core.setup.problems import problem_with, with_own_values
 from canzona_cli.core.setup.stages import possible_pp, possible_vpp
 
 BATCH_TOLERANCE = 0.125
@@ -31,6 +29,50 @@ BATCH = ("micro_batch_size", "global_batch_size", "recompute")
 """The settings of `train` that a layout fills in."""
 
 
+class LayoutGroup(NamedTuple):
+    """Layouts that differ only in recomputation. There are thousands, and a search needs the layouts of few."""
+
+    tp: int
+    pp: int
+    vpp: int
+    cp: int
+    dp: int
+    ep: int
+    micro_batch_size: int
+    global_batch_size: int
+    sequence_parallel: bool
+    recomputes: tuple[Recompute, ...]
+    """The values of `Layout.recompute`, in order of increasing recomputation."""
+
+    @property
+    def first(self) -> Layout:
+        """The layout with the least recomputation."""
+        return self._layout(self.recomputes[0])
+
+    @property
+    def layouts(self) -> list[Layout]:
+        return list(map(self._layout, self.recomputes))
+
+    def without(self, count: int) -> "LayoutGroup":
+        """Returns the group without its first `count` layouts."""
+        return self._replace(recomputes=self.recomputes[count:])
+
+    def _layout(self, recompute: Recompute) -> Layout:
+        return Layout(
+            tp=self.tp,
+            pp=self.pp,
+            vpp=self.vpp,
+            cp=self.cp,
+            dp=self.dp,
+            ep=self.ep,
+            micro_batch_size=self.micro_batch_size,
+            num_microbatches=self.global_batch_size // (self.dp * self.micro_batch_size),
+            global_batch_size=self.global_batch_size,
+            recompute=recompute,
+            sequence_parallel=self.sequence_parallel,
+        )
+
+
 def possible_layouts(setup: Setup) -> list[Layout]:
     """Lists every layout that keeps the user's settings, even if it does not fit in memory. There is at
     least one.
@@ -38,24 +80,20 @@ def possible_layouts(setup: Setup) -> list[Layout]:
     Raises:
         ConfigError: the settings are impossible.
     """
-    refuse(with_own_values(setup, layout_problems(setup)))
-    layouts = list(_layouts(setup))
-    if not layouts:
-        raise ConfigError(_no_batch(setup))
-    return layouts
+    return [layout for group in layout_groups(setup, needless_cp=True) for layout in group.layouts]
 
 
-def layout_groups(setup: Setup) -> list[list[Layout]]:
-    """Returns the layouts that are compared. Layouts that differ only in recomputation are in one group, in
-    order of increasing recomputation.
+def layout_groups(setup: Setup, *, needless_cp: bool = False) -> list[LayoutGroup]:
+    """Returns the layouts that are compared, at least one.
+
+    Args:
+        needless_cp: see `_groups`.
 
     Raises:
         ConfigError: the settings are impossible.
     """
-    refuse(with_own_values(setup, layout_problems(setup)))
-    layouts = _layouts(setup, needless_cp=False)
-    alike = groupby(layouts, attrgetter("tp", "pp", "vpp", "cp", "ep", "micro_batch_size"))
-    groups = [list(group) for _, group in alike]
+    refuse(with_own_values(setup, [*layout_problems(setup), *fp8_problems(setup)]))
+    groups = list(_groups(setup, needless_cp=needless_cp))
     if not groups:
         raise ConfigError(_no_batch(setup))
     return groups
@@ -74,7 +112,7 @@ def fill(setup: Setup, layout: Layout) -> Setup:
     )
 
 
-def _layouts(setup: Setup, *, needless_cp: bool = True) -> Iterator[Layout]:
+def _groups(setup: Setup, *, needless_cp: bool) -> Iterator[LayoutGroup]:
     """Yields every layout that keeps the user's settings and divides the batch.
 
     Args:
@@ -100,20 +138,8 @@ def _layouts(setup: Setup, *, needless_cp: bool = True) -> Iterator[Layout]:
             batch = _global_batch(setup, batch_multiple(pp, vpp, dp, micro))
             if batch is None:
                 continue
-            for ep, recompute in product(eps, recomputes):
-                yield Layout(
-                    tp=tp,
-                    pp=pp,
-                    vpp=vpp,
-                    cp=cp,
-                    dp=dp,
-                    ep=ep,
-                    micro_batch_size=micro,
-                    num_microbatches=batch // (dp * micro),
-                    global_batch_size=batch,
-                    recompute=recompute,
-                    sequence_parallel=sequence_parallel,
-                )
+            for ep in eps:
+                yield LayoutGroup(tp, pp, vpp, cp, dp, ep, micro, batch, sequence_parallel, recomputes)
 
 
 def expert_parallel_sizes(setup: Setup, cells: int) -> tuple[int, ...]:

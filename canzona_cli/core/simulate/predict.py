@@ -130,12 +130,18 @@ def assign_layerwise(
     members, alike = pool_matrices(matrices), alike_pools(matrices)
     laid_out: dict[Pool, tuple[list[int], list[Bucket]]] = {}
     """The owner of each matrix, and the buckets, of the first of several alike pools."""
+    cells_of: dict[int | None, list[Cell]] = {}
+    """The cell of each owner, by `Pool.expert_rank`: alike stages have the same objects."""
     for pool, matrices_of_pool in members.items():
         first = alike[pool]
         if first not in laid_out:
             laid_out[first] = _lay_out_layerwise(matrices, first, layout, bucket_elements)
         owners, of_pool = laid_out[first]
-        cell_of = [pool.cell(owner, layout) for owner in range(layout.reducers(pool.expert_rank))]
+        if pool.expert_rank not in cells_of:
+            cells_of[pool.expert_rank] = [
+                pool.cell(owner, layout) for owner in range(layout.reducers(pool.expert_rank))
+            ]
+        cell_of = cells_of[pool.expert_rank]
         for matrix, owner in zip(matrices_of_pool, owners, strict=True):
             cells[matrix.index] = cell_of[owner]
         buckets += copy_buckets(of_pool, members[first], matrices_of_pool, pool, bucket_counts[pool.stage])

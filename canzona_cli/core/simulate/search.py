@@ -3,7 +3,8 @@
 Layouts are simulated in the order of their estimates, until all remaining estimates exceed the fastest
 simulated steps or a limit on simulations is reached. The estimates, and the memory of a layout, are only
 computed when a quicker estimate says that the layout may be the next, and for a layout with more recomputation
-only after the same layout with less.
+only after the same layout with less. Most layouts are never looked at, because a bound that they have in common is too
+high.
 """
 
 import math
@@ -13,7 +14,7 @@ from heapq import heappop, heappush
 
 from canzona_cli.core.costs.buffers import default_bucket_elements
 from canzona_cli.core.costs.gpus import with_layers_here
-from canzona_cli.core.costs.memory import MemoryEstimate, capacity, estimate, headroom, needs_at_most
+from canzona_cli.core.costs.memory import MemoryEstimate, capacity, estimate, headroom, least_recomputed
 from canzona_cli.core.errors import ConfigError, DoesNotFit
 from canzona_cli.core.model.matrices import matrix_shapes
 from canzona_cli.core.planner.attempt import bucket_limits
@@ -28,8 +29,13 @@ from canzona_cli.core.setup.execution import (
     with_strategy,
     with_tp_mode,
 )
-from canzona_cli.core.simulate.estimate import estimated_step_seconds, least_step_seconds, outlined_step_seconds
-from canzona_cli.core.simulate.possible import RECOMPUTE, fill, layout_groups, possible_layouts
+from canzona_cli.core.simulate.estimate import (
+    estimated_step_seconds,
+    least_sequence_seconds,
+    least_step_seconds,
+    outlined_step_seconds,
+)
+from canzona_cli.core.simulate.possible import RECOMPUTE, LayoutGroup, fill, layout_groups, possible_layouts
 from canzona_cli.core.simulate.predict import IterationParts, divide_iteration, simulate_run
 from canzona_cli.core.simulate.step import StrategyResult
 
@@ -167,7 +173,7 @@ def fastest_with(
     return min([fastest, *(result.complete() for result in simulated if result)], key=lambda result: result.iteration_s)
 
 
-def _fastest_within(setup: Setup, groups: Sequence[Sequence[Layout]], limit: int, count: int) -> LayoutSearch:
+def _fastest_within(setup: Setup, groups: Sequence[LayoutGroup], limit: int, count: int) -> LayoutSearch:
     """Searches for the `count` fastest layouts that need at most `limit` bytes, see `_fastest_first`."""
     best: dict[float, _SimulatedLayout] = {}
     without_recomputation_s: dict[Layout, float] = {}
@@ -191,7 +197,7 @@ def _fastest_within(setup: Setup, groups: Sequence[Sequence[Layout]], limit: int
             without_recomputation_s[not_recomputed] = seconds
             best[seconds] = min(result, best.get(seconds, result), key=lambda either: _simplest_first(either.layout))
     fastest = tuple(best[seconds].complete() for seconds in sorted(best)[:count])
-    return LayoutSearch(best=fastest, legal=sum(map(len, groups)), simulated=simulated)
+    return LayoutSearch(best=fastest, legal=sum(len(group.recomputes) for group in groups), simulated=simulated)
 
 
 def _simulation_limit(setup: Setup) -> float:
@@ -202,22 +208,20 @@ def _simulation_limit(setup: Setup) -> float:
     return MAX_SIMULATIONS if many or setup.gpus > EXHAUSTIVE_RANKS else math.inf
 
 
-def _fastest_first(setup: Setup, groups: Iterable[Sequence[Layout]], limit: int) -> Iterator[tuple[float, Layout]]:
+def _fastest_first(setup: Setup, groups: Iterable[LayoutGroup], limit: int) -> Iterator[tuple[float, Layout]]:
     """Yields the layouts that need at most `limit` bytes with their estimated seconds per sequence, fastest
     first.
 
-    A layout enters the queue with a lower bound of its estimate. When it is first in the queue and fits, it
+    Layouts that differ only in pp, vpp and dp have a lower bound in common, and enter the queue once it is the lowest.
+    A layout enters with a lower bound of its estimate. When it is first in the queue and fits, it
     enters again with its estimate, and a last time with a closer estimate. More recomputation never makes a
     layout faster, so the next layout of a group enters after the estimate of the previous one.
-
-    Args:
-        groups: see `layout_groups`.
     """
     estimators = (least_step_seconds, estimated_step_seconds, outlined_step_seconds)
-    queue: list[tuple[float, int, tuple[int, ...], Sequence[Layout]]] = []
+    queue: list[tuple[float, int, tuple[int, ...], LayoutGroup]] = []
 
-    def add(group: Sequence[Layout], level: int, least_s: float) -> None:
-        layout = group[0]
+    def add(group: LayoutGroup, level: int, least_s: float) -> None:
+        layout = group.first
         try:
             seconds = estimators[level](setup, layout)
         except ConfigError:
@@ -226,30 +230,28 @@ def _fastest_first(setup: Setup, groups: Iterable[Sequence[Layout]], limit: int)
         seconds = max(least_s, seconds / layout.global_batch_size)
         heappush(queue, (seconds, -level, _simplest_first(layout), group))
 
+    families: dict[tuple[int, int, int, int], list[LayoutGroup]] = {}
     for group in groups:
-        add(group, 0, 0.0)
-    while queue:
+        families.setdefault((group.tp, group.cp, group.ep, group.micro_batch_size), []).append(group)
+    bounded = [(least_sequence_seconds(setup, family[0].first), family) for family in families.values()]
+    bounded.sort(key=lambda bound: -bound[0])
+    while queue or bounded:
+        if bounded and (not queue or bounded[-1][0] <= queue[0][0]):
+            least_s, family = bounded.pop()
+            for group in family:
+                add(group, 0, least_s)
+            continue
         seconds, level, _, group = heappop(queue)
         if level == 0:
-            fitting = _fitting(setup, group, limit)
-            if fitting:
-                add(fitting, 1 if len(fitting) == len(group) else 0, seconds)
+            place = least_recomputed(setup, group.layouts, limit)
+            if place is not None:
+                add(group.without(place), 0 if place else 1, seconds)
         elif level == -1:
-            add(group[:1], 2, seconds)
-            if group[1:]:
-                add(group[1:], 0, seconds)
+            add(group, 2, seconds)
+            if len(group.recomputes) > 1:
+                add(group.without(1), 0, seconds)
         else:
-            yield seconds, group[0]
-
-
-def _fitting(setup: Setup, group: Sequence[Layout], limit: int) -> Sequence[Layout]:
-    """Returns the layouts of a group that need at most `limit` bytes: those with the most recomputation, which
-    never needs more memory."""
-    if not needs_at_most(setup, group[-1], limit):  # most layouts that do not fit need too much even so
-        return ()
-    less_recomputed = group[:-1]
-    fitting = (place for place, layout in enumerate(less_recomputed) if needs_at_most(setup, layout, limit))
-    return group[next(fitting, len(less_recomputed)) :]
+            yield seconds, group.first
 
 
 @dataclass(frozen=True, kw_only=True)

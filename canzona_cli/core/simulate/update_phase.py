@@ -4,7 +4,7 @@ weight."""
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from canzona_cli.core.costs.buffers import stage_weights
 from canzona_cli.core.costs.links import Transfer
@@ -13,8 +13,9 @@ from canzona_cli.core.costs.scratch import FP32
 from canzona_cli.core.costs.timeline import Timeline
 from canzona_cli.core.costs.update import adamw_seconds, step_factor
 from canzona_cli.core.model.matrices import Matrix
+from canzona_cli.core.planner.buckets import LikeStage, alike_stages, pool_matrices
 from canzona_cli.core.planner.groups import expert_seconds
-from canzona_cli.core.planner.plan import Assignment, MicroGroup, SameObject
+from canzona_cli.core.planner.plan import Assignment, MicroGroup
 from canzona_cli.core.setup import Execution, Layout, Setup
 from canzona_cli.core.simulate.update import RankUpdate, SharedCores, UpdateModel, Workload, pace_of
 
@@ -69,26 +70,22 @@ def at_pace(workload: Workload, assignment: Assignment) -> Workload:
     after another (`pace_of`). Shared matrices keep their costs."""
     if not any(time.host_s for time in workload.times):
         return workload
-    hosted: dict[tuple[int, int, int], list[int]] = {}
-    for matrix, cell in zip(workload.matrices, assignment.cells, strict=True):
-        if matrix.index not in assignment.shared_costs:
-            hosted.setdefault((matrix.stage, cell.owner, cell.host), []).append(matrix.index)
-    costs = list(workload.costs)
-    for members in hosted.values():
-        pace = pace_of([workload.times[index] for index in members])
-        for index in members:
-            costs[index] *= pace
+    costs, stages = list(workload.costs), alike_stages(workload.matrices, workload.costs, assignment)
+    for stage, (first, indices) in stages.items():
+        if first != stage:
+            for index, same_place in zip(indices, stages[first].indices, strict=True):
+                costs[index] = costs[same_place]
+            continue
+        hosted: dict[tuple[int, int], list[int]] = {}
+        for index in indices:
+            if index not in assignment.shared_costs:
+                cell = assignment.cells[index]
+                hosted.setdefault((cell.owner, cell.host), []).append(index)
+        for members in hosted.values():
+            pace = pace_of([workload.times[index] for index in members])
+            for index in members:
+                costs[index] *= pace
     return replace(workload, costs=costs)
-
-
-@lru_cache(maxsize=4)
-def _by_stage(key: SameObject[Sequence[Matrix]], stages: int) -> Sequence[Sequence[Matrix]]:
-    """Returns the matrices of each stage. The results are cached, because all modes of a strategy have the same
-    matrices."""
-    by_stage: list[list[Matrix]] = [[] for _ in range(stages)]
-    for matrix in key.value:
-        by_stage[matrix.stage].append(matrix)
-    return by_stage
 
 
 class UpdatePhase:
@@ -106,6 +103,12 @@ class UpdatePhase:
         self._model = UpdateModel(setup, layout, workload.matrices, self._workload.costs, workload.times)
         self._cores, self._norm_clip = cores, NormClip(setup, layout)
         self._adamw_factor = step_factor(setup, "adamw_update")
+        self._stages: Mapping[int, LikeStage] = {}
+        """Which stages are alike, if matrices have owners."""
+        if workload.assignment is not None:
+            self._stages = alike_stages(workload.matrices, self._workload.costs, workload.assignment)
+        self._owners: dict[int, list[Team]] = {}
+        """The teams of the first of several alike stages, see `_teams_of_owners`."""
 
     def run(self, gathered: Sequence[Sequence[Transfer]] | None) -> tuple[list[CellUpdate], list[float]]:
         """Simulates the phase; returns all cells, and, by stage, the seconds of gathering that fit into the
@@ -126,12 +129,29 @@ class UpdatePhase:
 
     def _teams(self, stage: int) -> list[Team]:
         layout, weights = self._layout, stage_weights(self._setup, self._layout, stage)
-        stage_matrices = _by_stage(SameObject(self._workload.matrices), layout.pp)[stage]
         if self._execution.has_owners:
-            return list(self._teams_of_owners(stage, stage_matrices, math.ceil(weights.others / layout.owners)))
+            adamw_elements, first = math.ceil(weights.others / layout.owners), self._stages[stage].first
+            if first == stage:
+                self._owners[stage] = list(self._teams_of_owners(stage))
+            return [
+                replace(
+                    team,
+                    stage=stage,
+                    elements=team.elements + adamw_elements,
+                    clipped=team.clipped + adamw_elements,
+                )
+                for team in self._owners[first]
+            ]
         if self._execution.everywhere:
             elements = weights.matrices + weights.others
-            members = tuple(matrix.index for matrix in stage_matrices if matrix.expert_rank in (None, 0))
+            members = tuple(
+                sorted(
+                    matrix.index
+                    for pool, matrices in pool_matrices(self._workload.matrices).items()
+                    if pool.stage == stage and pool.expert_rank in (None, 0)
+                    for matrix in matrices
+                )
+            )
         else:
             elements = weights.share(layout, matrices=True)
             members = ()
@@ -139,18 +159,14 @@ class UpdatePhase:
         team = Team(stage=stage, owner=0, hosts=hosts, ranks=layout.cells // hosts, elements=elements, clipped=elements)
         return [replace(team, members=members)]
 
-    def _teams_of_owners(self, stage: int, stage_matrices: Sequence[Matrix], adamw_elements: int) -> Iterator[Team]:
-        """Yields the teams of a stage whose matrices have owners. If there is one host, and experts are divided among
-        ranks, each of an owner's ranks is a team.
-
-        Args:
-            adamw_elements: the elements of each rank's share of AdamW's parameters.
-        """
+    def _teams_of_owners(self, stage: int) -> Iterator[Team]:
+        """Yields the teams of a stage whose matrices have owners, without AdamW's parameters. If there is one host, and
+        experts are divided among ranks, each of an owner's ranks is a team."""
         assert self._workload.assignment is not None
         tp, owners, cells = self._layout.tp, self._layout.owners, self._workload.assignment.cells
         owned: list[list[Matrix]] = [[] for _ in range(owners)]
         experts: list[list[list[Matrix]]] = [[[] for _ in range(tp)] for _ in range(owners)]
-        for matrix in stage_matrices:
+        for matrix in map(self._workload.matrices.__getitem__, sorted(self._stages[stage].indices)):
             cell = cells[matrix.index]
             (owned[cell.owner] if matrix.expert_rank is None else experts[cell.owner][cell.host]).append(matrix)
         groups: list[list[MicroGroup]] = [[] for _ in range(owners)]
@@ -159,7 +175,7 @@ class UpdatePhase:
                 groups[group.owner].append(group)
         for owner, matrices in enumerate(owned):
             expert_elements = max(sum(matrix.elements for matrix in of_host) for of_host in experts[owner])
-            elements = adamw_elements + expert_elements + sum(matrix.fragment_elements(tp) for matrix in matrices)
+            elements = expert_elements + sum(matrix.fragment_elements(tp) for matrix in matrices)
             scaled_elements = sum(matrix.fragment_elements(tp) for matrix in matrices if self._scaled_by_host(matrix))
             clipped = elements - scaled_elements
             team = Team(stage=stage, owner=owner, hosts=1, ranks=tp, elements=elements, clipped=clipped)
@@ -200,10 +216,14 @@ class UpdatePhase:
         merged into the first of them, which then represents all of their ranks. Each kind of work is simulated once
         for all stages."""
         alike: dict[tuple[int, Hashable], list[Team]] = {}
+        keys: dict[tuple[int, int], Hashable] = {}
+        """The keys of groups and members, by object: the teams of alike stages have the same."""
         for team in teams:
-            groups = tuple(tuple(map(self._work_key, group.matrices)) for group in team.groups)
-            members = tuple(map(self._work_key, team.members))
-            key = team.elements, team.clipped, groups, members, team.experts_s, self._adamw_s(team.stage)
+            same = id(team.groups), id(team.members)
+            if same not in keys:
+                groups = tuple(tuple(map(self._work_key, group.matrices)) for group in team.groups)
+                keys[same] = groups, tuple(map(self._work_key, team.members))
+            key = team.elements, team.clipped, keys[same], team.experts_s, self._adamw_s(team.stage)
             alike.setdefault((team.stage, key), []).append(team)
         updates: dict[Hashable, tuple[RankUpdate, ...]] = {}
         cells: list[CellUpdate] = []

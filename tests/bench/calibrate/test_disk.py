@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from canzona_cli.bench.calibrate import disk
+from canzona_cli.bench.calibrate import calibrate
 from canzona_cli.checkpoint.commit import write_part
 from canzona_cli.checkpoint.manifest import Shard
 from canzona_cli.cli.outlook import outlook
@@ -23,17 +23,17 @@ def test_all_bytes_are_saved_by_all_ranks_and_nothing_is_left(tmp_path: Path, mo
         written[rank] = sum(file.stat().st_size for file in partial.glob(f"rank*{rank}.safetensors"))
 
     clock = iter([10.0, 10.5])
-    monkeypatch.setattr(disk, "write_part", write)
-    monkeypatch.setattr(disk, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    monkeypatch.setattr(disk, "BYTES", 3 << 16)
-    assert disk.checkpoint_rate(tmp_path / "runs" / "not yet", 3) == pytest.approx(2 * (3 << 16) / 1e9)
+    monkeypatch.setattr(calibrate, "write_part", write)
+    monkeypatch.setattr(calibrate, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(calibrate, "CHECKPOINT_BYTES", 3 << 16)
+    assert calibrate.checkpoint_rate(tmp_path / "runs" / "not yet", 3) == pytest.approx(2 * (3 << 16) / 1e9)
     assert sorted(written) == [0, 1, 2]
     assert all(size >= 1 << 16 for size in written.values()), written
     assert not list(tmp_path.iterdir())
 
 
 def test_where_nothing_can_be_written_there_is_no_rate() -> None:
-    assert disk.checkpoint_rate(Path("/proc/runs"), 2) is None
+    assert calibrate.checkpoint_rate(Path("/proc/runs"), 2) is None
 
 
 def test_a_dry_run_has_the_seconds_of_a_save_only_if_they_were_measured() -> None:

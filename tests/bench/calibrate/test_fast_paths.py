@@ -153,6 +153,6 @@ def test_a_gpu_check_lists_the_parts_that_passed(device: str, expected: list[Fas
     ]
     setup = Setup(
         device=device,  # type: ignore[arg-type]
-        name="", memory_gib=0.0, gpus=2, sizes=(), budget_s=0.1, work="",
+        name="", memory_gib=0.0, gpus=2, work="",
     )  # fmt: skip
     assert verified(setup, results) == expected

@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -101,3 +102,18 @@ def test_another_scaling_of_positions_is_refused_by_name(changed: dict[str, obje
     with pytest.raises(ConfigError, match=reason) as refused:
         read_model(LLAMA | {"rope_scaling": scaling | changed})
     assert [problem.key for problem in refused.value.problems] == ["rope_scaling"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "key"),
+    [
+        ({"biases": True}, "model.biases"),
+        ({"num_experts": 8, "shared_ffn_hidden_size": 64}, "model.shared_ffn_hidden_size"),
+        ({"num_experts": 8, "qk_norm": False}, "model.qk_norm"),
+    ],
+)
+def test_what_no_model_of_transformers_computes_is_not_written(changed: dict[str, Any], key: str) -> None:
+    shape = replace(SHAPES["qwen3-tiny"], **changed)
+    (problem,) = refused(config_json, shape, dtype="bfloat16", max_positions=256)
+    assert problem.key == key
+    assert "train.sample_every" in problem.fix

@@ -60,9 +60,11 @@ def test_a_prompt_is_gone_on_from_as_transformers_does(folder: Path) -> None:
     found = json.loads(done.stdout)
     assert (found["version"], found["step"], found["prompt"], found["tokens"]) == (1, 0, PROMPT, TOKENS)
     assert (found["text"], found["ended"], found["too_long"]) == (wanted, False, False)
+    assert (found["temperature"], found["seed"]) == (0.0, 0)
     lines = f"{PROMPT}\n{PROMPT}".encode()
     spoken = canzona("generate", folder / "run", "--interactive", *asked[2:], stdin=lines, code=0)
     assert spoken.stdout == f"{wanted}\n" * 2
+    assert spoken.stderr.startswith("step 0: always the most likely token, unlike a run's samples")
 
 
 @pytest.mark.sweep

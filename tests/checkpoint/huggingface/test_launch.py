@@ -33,7 +33,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_is_looked_at_without_torch(folder: Path) -> None:
-    imports_none_of(("torch", "megatron", "transformers"), "validate", "recipe=tiny", f"init={folder}", *SMALL)
+    imports_none_of(
+        ("torch", "megatron", "transformers"), "train", "--dry-run", "recipe=tiny", f"init={folder}", *SMALL
+    )
 
 
 def test_all_that_a_recipe_has_otherwise_is_refused_before_anything_is_written(folder: Path, tmp_path: Path) -> None:
@@ -92,7 +94,7 @@ def test_built_in_text_has_the_ids_that_the_weights_know(folder: Path, tmp_path:
     shutil.copytree(folder, source)
     for target in (source / "tokenizer.json", same):
         shutil.copy(saved_tokenizer_path(prefix), target)
-    typed = ("recipe=tiny", *SMALL, *JOB, f"init={source}", f"data.cache_dir={tmp_path}/cache")
+    typed = ("recipe=tiny", *SMALL, *JOB, f"init={source}")
 
     composed = compose_with_weights(typed)
     assert composed.config.data.tokenizer == str(source)
@@ -101,6 +103,6 @@ def test_built_in_text_has_the_ids_that_the_weights_know(folder: Path, tmp_path:
         composed = compose_with_weights([*typed, f"data.tokenizer={tokenizer}"])
         assert (composed.config.data.tokenizer, composed.warnings) == (str(tokenizer), ())
         assert choose_resumption(*resolve(composed.config)) is not None
-    refused = canzona("validate", *typed, "data.tokenizer=byte", code=2)
+    refused = canzona("train", "--dry-run", *typed, "data.tokenizer=byte", code=2)
     assert f"leave it out, or data.tokenizer={source}" in " ".join(refused.stderr.split())
     assert compose_with_weights([*typed, "data=prepared", f"data.path={prefix}"]).config.data.tokenizer != str(source)

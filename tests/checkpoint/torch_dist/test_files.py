@@ -38,6 +38,7 @@ QWEN3 = (
 )
 FEW_IDS = (*QWEN3, "model.vocab_size=128", "data=prepared", "data.path=text")
 """A model with fewer ids than the tokenizers of built-in text."""
+EXPERTS = (*QWEN3, "model.num_experts=4", "model.ffn_hidden_size=96", "model.balancing_loss=global")
 LLAMA = (*QWEN3, "model.qk_norm=false", "model.tied_embeddings=false", "train.precision=bf16")
 
 
@@ -90,6 +91,8 @@ def done(*words: str | Path) -> str:
         pytest.param((*QWEN3, "optimizer.adamw_lr=0.001"), "muon", id="qwen3-muon"),
         pytest.param(LLAMA, "adamw", id="llama-adamw"),
         pytest.param(FEW_IDS, "muon", id="128-ids"),
+        pytest.param(EXPERTS, "muon", id="experts-muon"),
+        pytest.param(EXPERTS, "adamw", id="experts-adamw", marks=pytest.mark.sweep),
         pytest.param(QWEN3, "adamw", id="qwen3-adamw", marks=pytest.mark.sweep),
         pytest.param(LLAMA, "muon", id="llama-muon", marks=pytest.mark.sweep),
     ],
@@ -103,6 +106,13 @@ def test_masters_and_state_come_back_bit_for_bit(kind: Kind, settings: tuple[str
     assert sorted(names) == sorted(
         ["latest_checkpointed_iteration.txt", "iter_0000004", ".metadata", "__0_0.distcp", "common.pt", "metadata.json"]
     )
+
+
+def test_parts_of_gpt2_are_not_exported(tmp_path: Path) -> None:
+    run = saved(tmp_path / "run", "muon", *QWEN3, "model.gated=false", "model.positions=64")
+    told = canzona("checkpoint", "export", run, tmp_path / "out", "--to", "megatron", code=2)
+    assert "model.gated = false" in told.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_last_lines_of_an_import_have_the_next_command_and_its_data(tmp_path: Path) -> None:
@@ -254,8 +264,9 @@ FORGED: dict[str, tuple[Callable[[Path], None], int, str]] = {
     "half an index": (lambda folder: _cut(folder / ".metadata"), 5, ".metadata"),
     "half of the arguments": (lambda folder: _cut(folder / "common.pt"), 5, "common.pt"),
     "outside": (_index(_elsewhere), 5, "its file is not in this folder"),
-    "experts": (_arguments(num_experts=4), 2, "only dense decoders can be imported"),
-    "biases": (_arguments(add_bias_linear=True), 2, "canzona's linear layers have none"),
+    "experts": (_arguments(num_experts=4), 2, "decoder.layers.1.mlp.router.weight the checkpoint has no such tensor"),
+    "experts in some layers": (_arguments(num_experts=4, moe_layer_freq=2), 2, "all layers are the same"),
+    "biases": (_arguments(add_bias_linear=True), 2, "only models without parts of GPT-2"),
     "other layers": (_arguments(num_layers=3), 2, "shape [2, 64, 64]"),
     "samples below zero": (_counts(samples=-8), 5, "consumed_train_samples is -8"),
     "too many steps": (_counts(iteration=10**30), 5, "iteration is 1e+30"),
@@ -323,9 +334,9 @@ def test_chunks_that_leave_gaps_are_refused(exported: Path, tmp_path: Path) -> N
 
     _index(without_a_layer)(tmp_path / "in" / "iter_0000004")
     folder = TorchDistFolder(tmp_path / "in", key="DIR")
-    assert folder.read("decoder.layers.mlp.linear_fc2.weight", 0).isfinite().all()
+    assert folder.read("decoder.layers.mlp.linear_fc2.weight", (0,)).isfinite().all()
     with pytest.raises(CheckpointInvalid, match="leave gaps"):
-        folder.read("decoder.layers.mlp.linear_fc2.weight", 1)
+        folder.read("decoder.layers.mlp.linear_fc2.weight", (1,))
 
 
 def test_chunks_that_overlap_are_refused(exported: Path, tmp_path: Path) -> None:
@@ -348,8 +359,8 @@ def test_chunks_that_overlap_are_refused(exported: Path, tmp_path: Path) -> None
 
     _index(longer)(tmp_path / "in" / "iter_0000004")
     folder = TorchDistFolder(tmp_path / "in", key="DIR")
-    assert torch.equal(folder.read(key, 0), both[0])
-    for at in (None, 1):
+    assert torch.equal(folder.read(key, (0,)), both[0])
+    for at in ((), (1,)):
         with pytest.raises(CheckpointInvalid, match="overlap"):
             folder.read(key, at)
 
@@ -387,9 +398,9 @@ def test_masters_are_imported_of_all_parameters_or_of_none(exported: Path, tmp_p
     assert "2 of 18 parameters, the first is decoder.layers.0.mlp.linear_fc2.weight" in " ".join(said.split()), said
     imported = state(tmp_path / "run")
     for layer in range(2):
-        weight = folder.read("decoder.layers.mlp.linear_fc1.weight", layer).numpy()
+        weight = folder.read("decoder.layers.mlp.linear_fc1.weight", (layer,)).numpy()
         np.testing.assert_array_equal(imported[f"layers.{layer}.gate/{MASTER}"], weight[:192])
-        master = folder.read("optimizer.state.fp32_param.decoder.layers.mlp.linear_fc1.weight", layer).numpy()
+        master = folder.read("optimizer.state.fp32_param.decoder.layers.mlp.linear_fc1.weight", (layer,)).numpy()
         assert not np.array_equal(weight, master)
 
 

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.bench.options import read_options
-from canzona_cli.bench.results import BenchResult, content_of
-from canzona_cli.cli.commands.bench import _conclude
-from canzona_cli.cli.views.bench import BenchView
+from canzona_cli.bench.results import BenchResult
+from canzona_cli.cli.commands.bench import conclude
 from canzona_cli.core.errors import CanzonaError
 from canzona_cli.core.planner.plan_file import read_plan
 from canzona_cli.core.reading import parse
@@ -27,14 +25,13 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.Com
     """A bench of two strategies, two measured rounds of two steps, and the folder it ran in."""
     folder = tmp_path_factory.mktemp("bench")
     turns = ("--strategies", "canzona,sc", "--rounds", "2", "--steps-per-turn", "2")
-    return folder, canzona("bench", *RUN, *turns, "--json", "--out", "out/r.json", cwd=folder)
+    return folder, canzona("bench", *RUN, *turns, "--json", cwd=folder)
 
 
 def test_json_has_every_strategy_measured_and_predicted(done: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    folder, finished = done
+    _, finished = done
     assert finished.returncode == 0, finished.stderr
     content = json.loads(finished.stdout)
-    assert json.loads((folder / "out" / "r.json").read_text(encoding="utf-8")) == content
     assert set(content["strategies"]) == set(content["predicted"]) == {"canzona", "sc"}
     assert set(content["speedup"]) >= {"optimizer_vs_sc", "iteration_vs_sc", "optimizer_vs_layerwise"}
     assert content["speedup"]["optimizer_vs_layerwise"] is None
@@ -50,36 +47,32 @@ def test_json_has_every_strategy_measured_and_predicted(done: tuple[Path, subpro
 
 
 def test_a_bench_directory_keeps_settings_plan_and_result(done: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    folder, _ = done
+    folder, finished = done
     (run,) = (folder / "bench").iterdir()
     assert run.name.startswith("qwen3-tiny-")
-    assert (run / "bench.json").read_text(encoding="utf-8") == (folder / "out" / "r.json").read_text(encoding="utf-8")
+    assert json.loads((run / "bench.json").read_text(encoding="utf-8")) == json.loads(finished.stdout)
     assert read_plan(run / "plan-canzona.json").subject.settings.splitting == "qkv"
     assert not (run / "plan-sc.json").exists()
     assert {path.name for path in run.glob("config-*.yaml")} == {"config-canzona.yaml", "config-sc.yaml"}
-    assert json.loads((run / "sitting-0" / "result.json").read_text(encoding="utf-8"))["status"] == "done"
-    assert "canzona_cli.bench.worker" in (run / "sitting-0" / "command.txt").read_text(encoding="utf-8")
+    assert json.loads((run / "ranks" / "result.json").read_text(encoding="utf-8"))["status"] == "done"
+    assert "canzona_cli.bench.worker" in (run / "ranks" / "command.txt").read_text(encoding="utf-8")
 
 
 def test_mistakes_are_told_at_once_and_leave_nothing(tmp_path: Path) -> None:
-    (tmp_path / "taken").mkdir()
     told = canzona(
-        "bench", "recipe=tiny", "gpus=3", "parallel.tp=2", "--strategies", "best", "--rounds", "0", "--out", "taken",
+        "bench", "recipe=tiny", "gpus=3", "parallel.tp=2", "--strategies", "best", "--rounds", "0",
         cwd=tmp_path,
     code=2)  # fmt: skip
-    for word in ("--strategies = best", "--rounds = 0", "--out = taken", "gpus = 3"):
+    for word in ("--strategies = best", "--rounds = 0", "gpus = 3"):
         assert word in told.stderr
     assert "Traceback" not in told.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+    assert not [*tmp_path.iterdir()]
 
 
-def test_numbers_of_strategies_that_disagree_are_written_before_the_command_fails(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_numbers_of_strategies_that_disagree_are_printed_before_the_command_fails(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     result = with_measured(bench(), "sc", losses=tuple(3.0 for _ in range(8)))
-    options = read_options(strategies=[], rounds=2, steps_per_turn=2, out=tmp_path / "r.json")
     with pytest.raises(CanzonaError, match="step 1"):
-        _conclude("canzona bench", content_of(result), options, BenchView(result), result, as_json=True)
-    written = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
-    assert parse(BenchResult, written["result"]) == result
-    assert json.loads(capsys.readouterr().out) == written
+        conclude(result, None, as_json=True)
+    assert parse(BenchResult, json.loads(capsys.readouterr().out)["result"]) == result

@@ -49,7 +49,7 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
         ("canzona train recipe = qwen3-t", ["qwen3-tiny"]),
         ("canzona train recipe=qwen3-t", ["recipe=qwen3-tiny"]),
         ("canzona train rec", ["compopt -o nospace", "recipe="]),
-        ("canzona vali", ["validate"]),
+        ("canzona gener", ["generate"]),
     ],
 )
 def test_bash_offers(words: str, offered: list[str], tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ from tests.cli.commands.support import canzona
 
 NOBODY = "~nosuchuser/x"
 COMMANDS = {
-    "recipe": ("validate", f"recipe={NOBODY}.yaml"),
-    "cluster": ("validate", "recipe=tiny", f"cluster={NOBODY}.yaml"),
+    "recipe": ("train", "--dry-run", f"recipe={NOBODY}.yaml"),
+    "cluster": ("train", "--dry-run", "recipe=tiny", f"cluster={NOBODY}.yaml"),
     "recipes": ("recipes", "list", "--recipes-dir", NOBODY),
-    "name of a recipe": ("validate", f"recipe={NOBODY}"),
+    "name of a recipe": ("train", "--dry-run", f"recipe={NOBODY}"),
     "run": ("train", "recipe=tiny", f"run.dir={NOBODY}", "--dry-run", "run.nothing=1"),
     "plan": ("train", "recipe=tiny", f"engine.plan={NOBODY}", "--dry-run"),
     "data": ("train", "recipe=tiny", "data=prepared", f"data.path={NOBODY}", "--dry-run"),
@@ -36,16 +36,7 @@ def test_a_home_of_nobody_is_a_path_that_does_not_exist(command: tuple[str, ...]
     assert "→" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("command", "code"),
-    [
-        (("data", "prepare", "text.txt", "--output", NOBODY, "--tokenizer", "byte"), 0),
-        (("doctor",), None),
-    ],
-)
-def test_a_home_of_nobody_is_a_directory_of_that_name_where_something_is_written(
-    command: tuple[str, ...], code: int | None, tmp_path: Path
-) -> None:
+def test_a_home_of_nobody_is_a_directory_of_that_name_where_something_is_written(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("some text\n" * 20)
-    result = canzona(*command, cwd=tmp_path, environment={"CANZONA_CACHE": NOBODY}, code=code)
-    assert "This is a bug" not in result.stderr
+    prepare = ("data", "prepare", "text.txt", "--output", NOBODY, "--tokenizer", "byte")
+    canzona(*prepare, cwd=tmp_path, environment={"CANZONA_CACHE": NOBODY}, code=0)

@@ -23,7 +23,7 @@ VOCABULARY = "model.vocab_size=151936"
 def test_a_command_line_is_one_screen_that_says_which_loop_trains_the_model(
     name: str, overrides: tuple[str, ...], in_own_loop: bool
 ) -> None:
-    """LayerNorm, layers without a gate, and a learning rate for the embedding exist in Megatron's loop only."""
+    """Zero-centred norms, squared ReLU, and a learning rate for the embedding exist in Megatron's loop only."""
     result = canzona("plan", "--from-megatron", FILES / name, *overrides)
     assert (result.returncode, result.stderr) == (0, "")
     *screen, command = result.stdout.splitlines()
@@ -74,7 +74,7 @@ def test_the_arguments_may_be_typed() -> None:
 
 
 def test_options_of_a_plan_do_not_go_with_it() -> None:
-    options = (["--out", "x.json"], ["--layouts"], ["--compare", "form"], ["--shapes", "x.yaml"], ["optimizer=soap"])
+    options = (["--out", "x.json"], ["--layouts"], ["--shapes", "x.yaml"], ["optimizer=soap"])
     for option in options:
         result = canzona("plan", "--from-megatron", FILES / "llama3-8b.txt", *option, code=2)
         assert option[0].partition("=")[0] in result.stderr

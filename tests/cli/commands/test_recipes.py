@@ -93,7 +93,7 @@ def test_a_short_copy_of_every_recipe_can_be_read_and_is_the_same_run(recipe: st
     for changes in (
         ("data.path=texts/mine",),
         ("optimizer=adamw", "optimizer.lr=0.001", "optimizer.lrs={}", "data.blend={texts/a:1,texts/b:3}"),
-        ("optimizer=soap", "optimizer.min_lr=1e-6", "optimizer.adamw_lr=0.001", "train.global_batch_size=8"),
+        ("optimizer=soap", "optimizer.min_lr_ratio=0.01", "optimizer.adamw_lr=0.001", "train.global_batch_size=8"),
     ):
         copy(recipe, file, list(changes), force=True, short=True)
         read = compose_run([f"recipe={file}"]).config
@@ -126,11 +126,3 @@ def test_copy_refuses_what_no_recipe_may_be_named(tmp_path: Path) -> None:
 def test_a_misspelt_name_is_exit_code_2() -> None:
     result = canzona("recipes", "show", "qwen3-8bb", code=2)
     assert "did you mean qwen3-8b?" in result.stderr
-
-
-def test_layouts_of_one_size(tmp_path: Path) -> None:
-    recipe = tmp_path / "mine.yaml"  # in which little is left to search
-    recipe.write_text("defaults: [qwen3-0.6b]\ntrain: {micro_batch_size: 1, recompute: full}\n")
-    result = canzona("recipes", "layouts", recipe, environment={"COLUMNS": "120"}, code=0)
-    assert "0.596" in result.stdout
-    assert "1024" in result.stdout

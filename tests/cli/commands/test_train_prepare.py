@@ -14,8 +14,8 @@ SHORT = ("train.steps=2", "train.eval_interval=0", "checkpoint.every_minutes=nul
 
 
 @pytest.mark.sweep  # jobs on a real Slurm start prepared runs too
-def test_what_is_printed_trains_the_prepared_run_to_its_end(tmp_path: Path, corpus_cache: Path) -> None:
-    arguments = ("train", "--prepare-only", *TINY, *SHORT, f"data.cache_dir={corpus_cache}", "run.dir=run")
+def test_what_is_printed_trains_the_prepared_run_to_its_end(tmp_path: Path) -> None:
+    arguments = ("train", "--prepare-only", *TINY, *SHORT, "run.dir=run")
     done = canzona(*arguments, cwd=tmp_path, code=0)
     files = RunFiles(tmp_path / "run")
     for path in (files.config, files.layout, files.plan, files.corpus, files.command, files.predicted):

@@ -21,9 +21,14 @@ from tests.data.texts import prepare_documents
 from tests.training.trackers.test_follow import of_tensorboard
 
 RUN = ("recipe=tiny", "gpus=2", "parallel.tp=2", "optimizer=custom", "optimizer.source=sign.py:Sign")
-OPTIONS = ("optimizer.options.momentum=0.8", "optimizer.cost_like=adamw", "optimizer.lr=1e-4", "optimizer.min_lr=0")
+OPTIONS = (
+    "optimizer.options.momentum=0.8",
+    "optimizer.cost_like=adamw",
+    "optimizer.lr=1e-4",
+    "optimizer.min_lr_ratio=0",
+)
 SMALL = ("model.num_layers=2", "train.seq_length=32", "train.global_batch_size=2", "train.eval_interval=6")
-SAMPLES = ("train.eval_sequences=6", "train.sample_every=4", "train.sample_prompt='import '")
+SAMPLES = ("train.eval_sequences=6", "train.sample_every=6", "train.sample_prompt='import '")
 RECORDED = ("train.steps=6", "run.profile_steps=[4,4]")
 SIGN = """
 import os
@@ -67,7 +72,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     (folder / "sign.py").write_text(SIGN, encoding="utf-8")
     canzona("plan", *RUN, *OPTIONS, *SMALL, *RECORDED, "--out", "mine.json", cwd=folder, code=0)
     with_gpu = os.pathsep.join([str(Path(__file__).parents[2] / "visible_gpu"), importable()["PYTHONPATH"]])
-    wanted = ("train.steps=6", "run.dir=run", "run.trackers=[tensorboard]", "--profile", "4")
+    wanted = ("train.steps=6", "run.dir=run", "run.trackers=[tensorboard]", "run.profile_steps=[4,4]")
     done = canzona_process(
         *("train", *RUN, *OPTIONS, *SMALL, *SAMPLES, *wanted),
         cwd=folder,
@@ -140,17 +145,17 @@ def test_a_tracker_has_the_numbers_of_the_runs_own_files(trained: Trained) -> No
 def test_a_run_shows_what_its_model_writes(trained: Trained) -> None:
     lines = [json.loads(line) for line in (trained.folder / "run" / "events.jsonl").read_text().splitlines()]
     samples = [line for line in lines if line["event"] == "sample"]
-    assert [(line["step"], line["prompt"]) for line in samples] == [(4, "import "), (6, "import ")]
+    assert [(line["step"], line["prompt"]) for line in samples] == [(6, "import ")]
     for line in samples:
         assert 0 < len(line["text"]) <= 48, "48 tokens of a byte tokenizer"
-        assert f"at step {line['step']} the model writes: import" in trained.text
+        assert f"at step {line['step']} the model writes, at temperature 0.8: import" in trained.text
 
 
 def test_an_evaluation_finds_what_the_run_found_and_leaves_the_run_as_it_is(trained: Trained, tmp_path: Path) -> None:
     """The evaluation runs in a folder without the user's optimizer, whose code it does not need."""
     run = trained.folder / "run"
     before = {path: path.stat().st_mtime_ns for path in sorted(run.rglob("*"))}
-    done = canzona("eval", run, "--json", "--out", "found.json", cwd=tmp_path, code=0)
+    done = canzona("eval", run, "--json", cwd=tmp_path, code=0)
     assert "own validation" not in done.stderr
     found = json.loads(done.stdout)
     validations = [json.loads(line) for line in (run / "validation.jsonl").read_text().splitlines()]
@@ -161,7 +166,6 @@ def test_an_evaluation_finds_what_the_run_found_and_leaves_the_run_as_it_is(trai
     # Byte by byte, but for a few ends of documents.
     assert found["tokens"] - 3 < found["text_bytes"] <= found["tokens"]
     assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2) * found["tokens"] / found["text_bytes"])
-    assert json.loads((tmp_path / "found.json").read_text()) == found
     assert {path: path.stat().st_mtime_ns for path in sorted(run.rglob("*"))} == before
     (folder,) = (tmp_path / "evals").iterdir()
     assert json.loads((folder / "evaluation.json").read_text())["loss"] == found["loss"]

@@ -1,4 +1,4 @@
-"""Maps, bars and lanes of the plan's report: they keep their widths and show what they claim."""
+"""The screens of plans: bars and tables keep their widths and show what they claim."""
 
 from collections import Counter
 from dataclasses import replace
@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.cli.views import layouts
-from canzona_cli.cli.views.charts import draw_lane, heat_map, legend_lines, owners_per_column, stacked_bar
+from canzona_cli.cli.views.charts import legend_lines, stacked_bar
 from canzona_cli.cli.views.header import describe_optimizer
 from canzona_cli.cli.views.plan import PlanView
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.resolve import resolve
-from canzona_cli.core.phases import Ink, Interval
+from canzona_cli.core.phases import Ink
 from canzona_cli.core.planner import make
 from canzona_cli.core.planner.attempt import Attempt
 from canzona_cli.core.setup import CustomConfig
@@ -27,32 +27,6 @@ INKS = {
 }
 
 
-def test_an_even_map_is_full_everywhere() -> None:
-    rows = list(heat_map([1.0] * 8, 2, 40))
-    assert [row.plain for row in rows] == ["█" * 16] * 2
-    assert {str(span.style) for row in rows for span in row.spans} == {"green3"}
-
-
-def test_a_map_has_a_row_for_each_host_and_a_column_for_each_owner() -> None:
-    loads = [8.0, 0.0, 4.0, 1.0]  # owner 0: hosts 0 and 1; owner 1: hosts 0 and 1
-    assert [row.plain for row in heat_map(loads, 2, 2)] == ["█▄", "·▁"]
-
-
-def test_a_small_load_is_still_seen() -> None:
-    assert next(heat_map([1000.0, 1.0], 1, 2)).plain == "█▁"
-
-
-@pytest.mark.parametrize("owners", [1, 7, 39, 40, 41, 128, 1000])
-def test_large_grids_are_compressed_and_keep_their_worst_rank(owners: int) -> None:
-    loads = [0.1] * (owners * 32)
-    loads[-1] = 9.0  # the last owner's last host
-    rows = list(heat_map(loads, 32, 40))
-    assert len(rows) == 16
-    assert all(len(row.plain) <= 40 for row in rows)
-    assert rows[-1].plain.endswith("█")
-    assert owners_per_column(owners, 40) == -(-owners // 40)
-
-
 @pytest.mark.parametrize("width", [1, 10, 77])
 @pytest.mark.parametrize("colour", [True, False])
 def test_a_whole_bar_fills_its_width(width: int, colour: bool) -> None:
@@ -64,10 +38,6 @@ def test_parts_are_drawn_in_proportion_and_in_order() -> None:
     assert stacked_bar([("a", 1.0), ("b", 2.0), ("c", 0.001)], 4.0, 8, INKS, colour=False).plain == "AABBBB"
 
 
-def test_a_bar_that_runs_off_the_scale_is_cut() -> None:
-    assert stacked_bar([("a", 1.0), ("b", 9.0)], 2.0, 6, INKS, colour=False).plain == "AAABBB"
-
-
 def test_a_legend_breaks_between_its_parts_only() -> None:
     lines = [
         line.plain for line in legend_lines([("a", "one two"), ("b", "three"), ("c", "four")], INKS, 22, colour=False)
@@ -75,26 +45,12 @@ def test_a_legend_breaks_between_its_parts_only() -> None:
     assert lines == ["  A one two  B three", "  C four"]
 
 
-def drawn(*spans: tuple[str, float, float]) -> str:
-    """Seconds 10 to 16, a column each."""
-    return draw_lane([Interval(*span) for span in spans], 10.0, 16.0, 6, colour=False).plain
-
-
-def test_a_lane_shows_what_fills_most_of_each_moment() -> None:
-    assert drawn(("forward", 10.0, 12.0), ("backward", 12.0, 15.0)) == "FFBBB·"
-    assert drawn(("forward", 9.0, 11.0), ("exchange", 11.0, 11.2), ("backward", 11.2, 12.0)) == "FB····"
-
-
-def test_a_lane_shows_little_as_faint() -> None:
-    assert drawn(("grad_reduce", 12.1, 12.4)) == "··r···"
-
-
 def test_the_report_of_a_study_fits_its_terminal() -> None:
     config = sizes.run("tiny", 8, strategy="canzona", tp=2)
     config, layout = resolve(replace(config, cluster=replace(config.cluster, gpus_per_node=4)))
-    study = study_run(config.setup, layout, "form")
-    for compare in (None, "strategies", "form"):
-        view = PlanView(config=config, study=study, compare=compare, verbose=compare is None)
+    study = study_run(config.setup, layout)
+    for verbose in (False, True):
+        view = PlanView(config=config, study=study, verbose=verbose)
         for width in (80, 120):
             text = printed(view, width)
             assert all(len(line) <= width and line == line.rstrip() for line in text.splitlines())
@@ -120,6 +76,14 @@ def test_strategies_that_do_not_fit_are_named_and_with_v_shown_as_if_they_did() 
     assert "too large for 76.6 GiB: sc (see -v)" in " ".join(brief.split())
     assert [line for line in verbose.splitlines() if line.startswith("sc ") and "!" in line]
     assert "!: does not fit in 76.6 GiB, simulated as if it did" in " ".join(verbose.split())
+
+
+def test_layerwise_with_an_optimizer_that_megatron_does_not_have_is_said() -> None:
+    shown = []
+    for optimizer in ("muon", "soap"):
+        config, layout = resolve(compose_run(["recipe=tiny", "gpus=4", f"optimizer={optimizer}"]).config)
+        shown.append(printed(PlanView(config=config, study=study_run(config.setup, layout))))
+    assert ["Megatron has it only for muon; simulated with soap" in text for text in shown] == [False, True]
 
 
 def test_a_users_own_optimizer_is_called_custom_with_whose_price_it_has() -> None:

@@ -14,7 +14,7 @@ from canzona_cli.core.costs.modules import ModuleTimes
 from canzona_cli.core.costs.update import matmul_rate, memory_rate
 from canzona_cli.core.fields import Fp8Recipe
 from canzona_cli.core.model.families import family_of, parameter_count
-from canzona_cli.core.setup.layout_rules import FP8_UNITS, fp8_sides
+from canzona_cli.core.model.fp8 import FP8_UNITS, fp8_sides
 from canzona_cli.core.simulate.possible import possible_layouts
 from tests.refusals import refused
 from tests.sizes import layout
@@ -82,9 +82,7 @@ def test_a_search_finds_only_layouts_with_sides_that_fp8_can_have(recipe: Fp8Rec
     )
     unit = FP8_UNITS[recipe]
     even = [
-        one
-        for one in all_found
-        if all(n % unit == 0 for n, _ in fp8_sides(setup, one.tp, one.cp, one.micro_batch_size))
+        one for one in all_found if all(n % unit == 0 for n in fp8_sides(setup, one.tp, one.cp, one.micro_batch_size))
     ]
     assert found == even
     assert len(found) < len(all_found) or unit == 16
@@ -98,8 +96,15 @@ def test_a_search_finds_only_layouts_with_sides_that_fp8_can_have(recipe: Fp8Rec
         (["train.fp8=mxfp8"], "use train.fp8=none or tensorwise or delayed or blockwise"),
         (["cluster.transformer_engine=false"], "needs layers of Transformer Engine"),
         (["train.precision=fp32"], "casts bf16 to FP8"),
-        (["model.ffn_hidden_size=1000", "parallel.tp=1"], "needs multiples of 16, not 1000 ffn rows on a rank"),
-        (["train.fp8=blockwise", "parallel.tp=8", "model.ffn_hidden_size=768"], "not 96 ffn rows on a rank"),
+        (["model.ffn_hidden_size=1000", "parallel.tp=1"], "multiples of 16, not 1000 columns of mlp.linear_fc2"),
+        (
+            ["train.fp8=blockwise", "parallel.tp=8", "model.ffn_hidden_size=768"],
+            "96 columns of mlp.linear_fc2 on a rank",
+        ),
+        (
+            ["model=qwen3-30b-a3b", "model.shared_ffn_hidden_size=1000", "parallel.tp=1"],
+            "not 1000 columns of mlp.shared_experts.linear_fc2 on a rank",
+        ),
     ],
 )
 def test_what_fp8_needs_is_said_before_a_run(overrides: list[str], said: str) -> None:

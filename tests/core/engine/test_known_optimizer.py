@@ -69,7 +69,7 @@ def canzona(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_its_settings_are_checked_and_named(folder: Path) -> None:
-    done = canzona(folder, "validate", *RUN, "optimizer.bete=0.8", "optimizer.beta=2")
+    done = canzona(folder, "train", "--dry-run", *RUN, "optimizer.bete=0.8", "optimizer.beta=2")
     assert done.returncode != 0
     assert "did you mean optimizer.beta?" in done.stderr
     assert "optimizer.beta = 2" in done.stderr

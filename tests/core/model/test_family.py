@@ -8,13 +8,15 @@ from published_rows import load_published
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.resolve import resolve
 from canzona_cli.config.schema import RunConfig
+from canzona_cli.config.settings import override_text
+from canzona_cli.core.costs.buffers import stage_weights
 from canzona_cli.core.costs.memory import estimate
 from canzona_cli.core.costs.model import stage_time
-from canzona_cli.core.errors import ConfigError
 from canzona_cli.core.model.families import family_of, flops_per_token, parameter_count
 from canzona_cli.core.model.geometry import fragment_blocks, unit_shape
 from canzona_cli.core.model.matrices import routing
 from canzona_cli.core.planner.make import make_plan
+from canzona_cli.core.setup import Layout
 
 PUBLISHED_ELEMENTS = 8_030_261_248
 """Elements in the published safetensors of Llama-3.1-8B."""
@@ -47,7 +49,7 @@ def test_a_layer_without_qk_norm_is_shorter_where_queries_are_made() -> None:
 
 def _nemotron() -> RunConfig:
     shape = load_published().models["nemotron4-15b"].settings
-    settings = [f"model.{name}={str(value).lower()}" for name, value in shape.items()]
+    settings = [f"model.{name}={override_text(value)}" for name, value in shape.items()]
     return compose_run(["recipe=llama3-8b", "gpus=16", "parallel.tp=2", *settings], training=False).config
 
 
@@ -71,15 +73,60 @@ def test_a_gate_costs_as_much_as_half_of_the_width_without_one() -> None:
         assert size == estimate(gated.setup, layout).parts[part] or part == "exchange"
 
 
-def test_training_without_a_gate_is_refused_before_anything_starts() -> None:
-    with pytest.raises(ConfigError, match=r"model\.gated.*can only be planned"):
-        compose_run(["recipe=llama3-tiny", "model.gated=false"])
+GPT2 = (
+    *(
+        "recipe=llama3-8b",
+        "gpus=16",
+        "model.layernorm=true",
+        "model.biases=true",
+        "model.gated=false",
+        "model.positions=1024",
+        "model.tied_embeddings=true",
+    ),
+    *("model.num_layers=12", "model.hidden_size=768", "model.ffn_hidden_size=3072", "model.num_attention_heads=12"),
+    *("model.num_query_groups=12", "model.head_dim=64", "model.vocab_size=50257", "train.seq_length=1024"),
+)
+"""The smallest GPT-2 of Radford et al. 2019."""
+
+
+def test_gpt2_has_the_parameters_of_the_published_safetensors() -> None:
+    config = compose_run([*GPT2, "parallel.tp=1"], training=False).config
+    routes = routing(config.setup)
+    assert parameter_count(config.model).total == 124_439_808
+    assert sum(route.elements for route in (*routes.matrices, *routes.adamw)) == 124_439_808
+    assert sum(route.elements for route in routes.matrices) == 12 * 12 * 768**2
+    stored = stage_weights(config.setup, Layout.plain(), 0)
+    assert stored.matrices + stored.others == 124_439_808
+    cut = stage_weights(config.setup, replace(Layout.plain(), tp=2), 0)
+    # Norms, the biases after a sum over ranks, and positions are whole on both ranks.
+    whole = (12 * 6 + 2 + 1024) * 768
+    assert 2 * (cut.matrices + cut.others) == 124_439_808 + whole
+
+
+def test_a_gated_model_with_biases_has_theirs_in_model_space() -> None:
+    """`[gate_r; up_r]` and, by query group, `[queries; key; value]`, as the weights'."""
+    model = replace(_llama().model, biases=True, layernorm=True)
+    layer = "decoder.layers.3."
+    gate, up = fragment_blocks(f"{layer}mlp.linear_fc1.bias", (14336,), model, tp=2, rank=1)
+    assert (gate.unit, gate.unit_row, gate.row, gate.rows, gate.cols) == ("layers.3.gate.bias", 7168, 0, 7168, 1)
+    assert (up.unit, up.unit_row, up.row) == ("layers.3.up.bias", 7168, 7168)
+    assert unit_shape(up.unit, model) == (14336, 1)
+    first = fragment_blocks(f"{layer}self_attention.linear_qkv.bias", (3072,), model, tp=2, rank=1)[:3]
+    assert [(block.unit, block.unit_row, block.rows) for block in first] == [
+        ("layers.3.q.bias", 2048, 512),
+        ("layers.3.k.bias", 512, 128),
+        ("layers.3.v.bias", 512, 128),
+    ]
+    [down] = fragment_blocks(f"{layer}mlp.linear_fc2.bias", (4096,), model, tp=2, rank=1)
+    assert (down.unit, down.unit_row, down.rows) == ("layers.3.down.bias", 0, 4096)
+    [fused] = fragment_blocks(f"{layer}mlp.linear_fc1.layer_norm_bias", (4096,), model, tp=2, rank=1)
+    assert (fused.unit, unit_shape(fused.unit, model)) == ("layers.3.pre_mlp_layernorm.bias", (4096,))
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_norms_have_their_places_and_sizes_in_model_space(qk_norm: bool) -> None:
     model = replace(_llama().model, qk_norm=qk_norm)
-    for norm in family_of(model).norms(model):
+    for norm in family_of(model).vectors(model):
         for name in {norm.name, norm.fused or norm.name}:
             [block] = fragment_blocks(f"decoder.layers.3.{name}", (norm.elements,), model, tp=2, rank=1)
             assert (block.unit, unit_shape(block.unit, model)) == (f"layers.3.{norm.name}", (norm.elements,))

@@ -24,15 +24,21 @@ def test_total_equals_the_published_checkpoint(size: Size, elements: int) -> Non
     assert parameter_count(config.model).total == parameter_count(model(size)).total == elements
 
 
-@pytest.mark.parametrize("size", CHECKPOINT_ELEMENTS)
-def test_counts_agree_with_every_digit_of_the_model_card(size: Size) -> None:
+@pytest.mark.parametrize(
+    ("size", "total", "non_embedding"),
+    [
+        ("0.6b", "0.6", "0.44"),
+        ("1.7b", "1.7", "1.4"),
+        ("4b", "4.0", "3.6"),
+        ("8b", "8.2", "6.95"),
+        ("14b", "14.8", "13.2"),
+        ("32b", "32.8", "31.2"),
+    ],
+)
+def test_counts_agree_with_every_digit_of_the_model_card(size: Size, total: str, non_embedding: str) -> None:
     count = parameter_count(model(size))
-    for ours, published in zip(
-        (count.total, count.non_embedding), family_of(model(size)).published[f"qwen3-{size}"], strict=True
-    ):
-        assert published is not None
-        digits = len(published.removesuffix(" B").partition(".")[2])
-        assert f"{ours / 1e9:.{digits}f} B" == published
+    for ours, published in ((count.total, total), (count.non_embedding, non_embedding)):
+        assert f"{ours / 1e9:.{len(published.partition('.')[2])}f}" == published
 
 
 LLAMA_ELEMENTS = {"8b": 8_030_261_248, "70b": 70_553_706_496, "405b": 405_853_388_800}
@@ -43,7 +49,6 @@ def test_a_llama_has_the_published_number_of_elements(size: str, elements: int) 
     shape = compose_run([f"recipe=llama3-{size}"]).config.model
     family, total = family_of(shape), parameter_count(shape).total
     assert (family.name, total) == ("llama", elements)
-    assert family.published[f"llama3-{size}"][0] == f"{total / 1e9:.3g} B"
 
 
 def test_only_untied_models_have_an_output_weight() -> None:

@@ -5,6 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from typing import get_args
 
 import pytest
@@ -15,17 +16,22 @@ from canzona_cli.config.resolve import fill
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.buffers import stage_weights
 from canzona_cli.core.costs.sharing import shared_costs
-from canzona_cli.core.costs.update import algorithm_of
+from canzona_cli.core.costs.update import UpdateTime, algorithm_of, summed
 from canzona_cli.core.model.matrices import Matrix, stage_matrices
 from canzona_cli.core.model.matrices import matrices as matrices_of
+from canzona_cli.core.planner import groups, make, memory
 from canzona_cli.core.planner.assign import assign
 from canzona_cli.core.planner.bounds import stage_bound
-from canzona_cli.core.planner.buckets import Pool, typical_pools
+from canzona_cli.core.planner.buckets import LikeStage, Pool, alike_stages, typical_pools
 from canzona_cli.core.planner.make import make_plan, plan_unbounded
 from canzona_cli.core.planner.measures import balance
 from canzona_cli.core.planner.memory import plan_memory
-from canzona_cli.core.planner.plan import Cell, Plan, PlanSettings
+from canzona_cli.core.planner.pipeline import HostedPipeline
+from canzona_cli.core.planner.plan import Assignment, Cell, Plan, PlanSettings
 from canzona_cli.core.setup import Layout, Splitting
+from canzona_cli.core.simulate import update_phase
+from canzona_cli.core.simulate.compare import study_run
+from canzona_cli.core.simulate.update import Workload
 from tests.core.planner.planning import newton_schulz
 from tests.sizes import layout, run
 
@@ -279,3 +285,75 @@ def test_a_plan_has_the_bound_of_each_stage_although_it_computes_those_of_alike_
     bounds = [stage_bound(plan.matrices, plan.costs, stage, mesh, possible) for stage in range(mesh.pp)]
     assert [*plan.lower_bounds] == bounds
     assert len({*bounds}) == (1 if layers % mesh.pp == 0 else 2)
+
+
+MESH = replace(layout(tp=2, pp=4, dp=2), ep=2)
+
+
+def test_stages_are_alike_only_with_the_same_costs_and_cells() -> None:
+    plan = plan_unbounded(experts(MESH, layers=14).setup, MESH)
+    stages = alike_stages(plan.matrices, plan.costs, plan.assignment)
+    assert [stages[stage].first for stage in range(4)] == [0, 1, 1, 3], "14 layers are 3, 4, 4 and 3"
+    for stage in stages.values():
+        first = stages[stage.first]
+        for index, same_place in zip(stage.indices, first.indices, strict=True):
+            matrix, other = plan.matrices[index], plan.matrices[same_place]
+            assert (matrix.kind, matrix.shape, matrix.expert_rank) == (other.kind, other.shape, other.expert_rank)
+            assert plan.costs[index] == plan.costs[same_place]
+            assert plan.assignment.cells[index] == plan.assignment.cells[same_place]
+    last = stages[2].indices[-1]
+    costs = tuple(cost * (1 + (index == last)) for index, cost in enumerate(plan.costs))
+    cells = tuple(
+        replace(cell, owner=1 - cell.owner) if index == last else cell
+        for index, cell in enumerate(plan.assignment.cells)
+    )
+    moved = replace(plan.assignment, cells=cells)
+    assert [s.first for s in alike_stages(plan.matrices, costs, plan.assignment).values()] == [0, 1, 2, 3]
+    assert [s.first for s in alike_stages(plan.matrices, plan.costs, moved).values()] == [0, 1, 2, 3]
+
+
+def test_alike_stages_get_what_each_would_get_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages with the same matrices still differ in AdamW's parameters, and in the ranks of their events."""
+    setup = experts(MESH, layers=14).setup
+    plan = plan_unbounded(setup, MESH)
+    pipeline = HostedPipeline.of(setup, MESH)
+    seconds = groups.expert_seconds(plan.matrices, plan.costs, plan.assignment, pipeline)
+    for stage in range(MESH.pp):
+        held = [(m, cell, plan.costs[m.index]) for m, cell in plan.placed[stage] if m.expert_rank is not None]
+        for owner, host in product(range(MESH.owners), range(MESH.tp)):
+            own_s = [
+                pipeline.each_alone(cost, m.elements) for m, cell, cost in held if cell == Cell(owner=owner, host=host)
+            ]
+            assert seconds[stage, owner][host] == pytest.approx(sum(own_s) + (pipeline.begin_s if own_s else 0.0))
+    needed, study = plan_memory(setup, MESH, plan), study_run(setup, MESH)
+
+    def alone(members: Sequence[Matrix], costs: Sequence[float], assignment: Assignment) -> dict[int, LikeStage]:
+        found = alike_stages(members, costs, assignment)
+        return {stage: LikeStage(stage, alike.indices) for stage, alike in found.items()}
+
+    for module in (groups, memory, update_phase):
+        monkeypatch.setattr(module, "alike_stages", alone)
+    again = replace(plan)  # no cache has it
+    assert groups.expert_seconds(again.matrices, again.costs, again.assignment, pipeline) == seconds
+    assert plan_memory(setup, MESH, again) == needed
+    make._unbounded.cache_clear()
+    make._make_plan.cache_clear()
+    others = study_run(setup, MESH).strategies
+    for name, simulated in study.strategies.items():
+        assert others[name].result == simulated.result
+        assert others[name].result.events == simulated.result.events
+
+
+def test_costs_of_alike_stages_add_up_to_what_each_host_takes() -> None:
+    """Launches of some matrices are hidden while others are updated."""
+    plan = plan_unbounded(experts(MESH, layers=14).setup, MESH)
+    times = [UpdateTime(*(3e-3, 5e-3)[:: 1 if matrix.kind == "up" else -1]) for matrix in plan.matrices]
+    workload = Workload(strategy="canzona", matrices=plan.matrices, costs=[time.alone_s for time in times], times=times)
+    paced = update_phase.at_pace(workload, plan.assignment)
+    of_hosts: dict[tuple[int, Cell], list[int]] = {}
+    for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True):
+        of_hosts.setdefault((matrix.stage, cell), []).append(matrix.index)
+    for members in of_hosts.values():
+        together = summed([times[index] for index in members]).alone_s
+        assert sum(paced.costs[index] for index in members) == pytest.approx(together, rel=1e-12)
+    assert sum(paced.costs) < sum(workload.costs)

@@ -17,7 +17,7 @@ from canzona_cli.core.planner.make import make_plan
 from canzona_cli.core.setup import Execution, Layout, ParallelConfig, Strategy
 from canzona_cli.core.setup.execution import with_strategy
 from canzona_cli.core.simulate import fit, possible, search
-from canzona_cli.core.simulate.estimate import estimated_step_seconds, least_step_seconds
+from canzona_cli.core.simulate.estimate import estimated_step_seconds, least_sequence_seconds, least_step_seconds
 from canzona_cli.core.simulate.predict import simulate_run
 from canzona_cli.core.simulate.search import candidates
 from tests.sizes import Size, run
@@ -101,14 +101,14 @@ def test_a_larger_micro_batch_is_not_cut_into_slices() -> None:
     """It would be the same step with one more slice to send."""
     config = run("0.6b", 64, strategy="canzona")
     legal = possible.possible_layouts(config.setup)
-    compared = {layout for group in possible.layout_groups(config.setup) for layout in group}
+    compared = {layout for group in possible.layout_groups(config.setup) for layout in group.layouts}
     for layout in set(legal) - compared:
         less = replace(layout, cp=layout.cp // 2, dp=2 * layout.dp, micro_batch_size=layout.micro_batch_size // 2)
         assert less in legal
         assert estimated_step_seconds(config.setup, less) <= estimated_step_seconds(config.setup, layout) * (1 + 1e-9)
         assert estimate(config.setup, less).total <= estimate(config.setup, layout).total
     cut = replace(config, train=replace(config.train, micro_batch_size=2))
-    assert {layout.cp for group in possible.layout_groups(cut.setup) for layout in group} >= {1, 2, 4}
+    assert {layout.cp for group in possible.layout_groups(cut.setup) for layout in group.layouts} >= {1, 2, 4}
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,9 @@ def test_layouts_come_in_the_order_of_their_estimates(overrides: tuple[str, ...]
     assert all(estimate(config.setup, layout).total <= limit for _, layout in found)
     assert [seconds for seconds, _ in found] == sorted(seconds for seconds, _ in found)
     for layout in possible.possible_layouts(config.setup):
-        assert least_step_seconds(config.setup, layout) <= estimated_step_seconds(config.setup, layout) * (1 + 1e-9)
+        least_s = least_step_seconds(config.setup, layout)
+        assert least_sequence_seconds(config.setup, layout) * layout.global_batch_size <= least_s
+        assert least_s <= estimated_step_seconds(config.setup, layout) * (1 + 1e-9)
 
 
 def test_tensor_parallelism_need_not_divide_experts_that_are_whole() -> None:
