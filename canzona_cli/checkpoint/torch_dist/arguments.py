@@ -69,6 +69,7 @@ def arguments_of(config: RunConfig, progress: Progress, *, has_state: bool) -> d
         "grad_reduce_in_bf16": config.train.grad_reduce_dtype == "bf16",
         "global_batch_size": config.train.global_batch_size,
         "train_iters": config.train.steps,
+        "min_lr": config.optimizer.min_lr,
         **_decoupled(config.optimizer),
         "lr_decay_style": _DECAYS.get(schedule.decay, schedule.decay),
         "lr_decay_iters": schedule.decay_steps,

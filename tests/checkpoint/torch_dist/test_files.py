@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from safetensors.numpy import load_file
 
@@ -88,7 +89,7 @@ def done(*words: str | Path) -> str:
 @pytest.mark.parametrize(
     ("settings", "kind"),
     [
-        pytest.param((*QWEN3, "optimizer.adamw_lr=0.001"), "muon", id="qwen3-muon"),
+        pytest.param((*QWEN3, "optimizer.adamw_lr=0.001", "optimizer.min_lr_ratio=0.05"), "muon", id="qwen3-muon"),
         pytest.param(LLAMA, "adamw", id="llama-adamw"),
         pytest.param(FEW_IDS, "muon", id="128-ids"),
         pytest.param(EXPERTS, "muon", id="experts-muon"),
@@ -102,6 +103,13 @@ def test_masters_and_state_come_back_bit_for_bit(kind: Kind, settings: tuple[str
     assert f"iteration 4 with the state of {kind}" in done("export", run, tmp_path / "out", "--to", "megatron")
     assert f"the state of {kind} at step 4" in done("import", tmp_path / "out", "--out", tmp_path / "again")
     assert_equal(run, tmp_path / "again")
+    config = compose_run([*settings, f"optimizer={kind}"]).config
+    again = yaml.safe_load((tmp_path / "again" / "config.yaml").read_text())
+    assert (again["optimizer"]["lr"], again["optimizer"]["min_lr_ratio"], again["schedule"]["decay"]) == (
+        config.optimizer.lr,
+        config.optimizer.min_lr_ratio,
+        config.schedule.decay,
+    )
     names = [path.name for path in (tmp_path / "out").rglob("*")]
     assert sorted(names) == sorted(
         ["latest_checkpointed_iteration.txt", "iter_0000004", ".metadata", "__0_0.distcp", "common.pt", "metadata.json"]
