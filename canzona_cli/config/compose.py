@@ -85,12 +85,15 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
     if "recipe" not in chosen:
         # Without a recipe, only the problems of single overrides can be reported.
         raise ConfigError(*problems, *type_problems(tree_of(parsed.values), parsed.texts))
+    recipe_file = chosen["recipe"]
     try:
+        own = _own_optimizer(recipe_file) if "optimizer" in chosen else {}
+        if own and own["name"] == parsed.groups["optimizer"]:
+            chosen = {group: path for group, path in chosen.items() if group != "optimizer"}
         base, files = compose_files(chosen, dirs)
         tree = with_values(base, parsed.values, problems)
     except ConfigError as error:
         raise ConfigError(*problems, *error.problems) from error
-    recipe_file = chosen["recipe"]
     if (of_run := is_of_run(recipe_file)) and (other := other_version(base, recipe_file)):
         raise ConfigError(*problems, *other)
     recipes = [file for file in files if file.parent.name == "recipe" or file == recipe_file]
@@ -123,10 +126,36 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
     return Composed(
         config=config,
         explicit=explicit,
-        warnings=(*parsed.warnings, *shadowing, *config_warnings(config, explicit, training=training)),
+        warnings=(
+            *parsed.warnings,
+            *shadowing,
+            *_replaced_rates(own, config, explicit),
+            *config_warnings(config, explicit, training=training),
+        ),
         recipe_file=recipe_file,
         files=tuple(files),
     )
+
+
+def _own_optimizer(recipe_file: Path) -> Mapping[str, object]:
+    """Returns the optimizer's values in a recipe that depends on no other file, such as a complete copy or the
+    `config.yaml` of a run; an empty mapping for other recipes.
+
+    If the command line chooses the same optimizer, they stay as they are. Another one has values of its own."""
+    recipe = read_yaml(recipe_file)
+    values = recipe.get("optimizer")
+    complete = "defaults" not in recipe and isinstance(values, dict) and "name" in values
+    return values if complete and isinstance(values, dict) else {}
+
+
+def _replaced_rates(own: Mapping[str, object], config: RunConfig, explicit: frozenset[str]) -> Iterator[str]:
+    """Yields a warning if another optimizer than the recipe's own has another learning rate, which nobody typed."""
+    optimizer = config.optimizer
+    if own and own["name"] != optimizer.name and own.get("lr") != optimizer.lr and "optimizer.lr" not in explicit:
+        yield (
+            f"optimizer={optimizer.name} has values of its own, lr {optimizer.lr:g}; the recipe's, lr {own.get('lr')}, "
+            f"are for {own['name']}: set optimizer.lr and optimizer.adamw_lr"
+        )
 
 
 def _stand_in(base: Mapping[str, object], values: Mapping[str, object], bad: Collection[str]) -> RunConfig | None:

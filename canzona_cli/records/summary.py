@@ -408,7 +408,9 @@ def _first_and_last(losses: Sequence[tuple[int, float | None]]) -> dict[str, obj
 def suggest_run_dir(run_dir: Path) -> str:
     """Returns a fix that names the newest run in `run_dir`, its parent or `runs/`, in this order. If there is
     none, the fix says where to find the run directory."""
-    for root in (run_dir, run_dir.parent, Path("runs")):
+    if (newest := newest_run(run_dir)) is not None:
+        return f"it has runs, of which {newest} is the newest; canzona report --compare {run_dir} compares them"
+    for root in (run_dir.parent, Path("runs")):
         if (newest := newest_run(root)) is not None:
             return f"the newest run in {root} is {newest}"
     return "give the run directory that `canzona train` printed"

@@ -7,7 +7,7 @@ import pytest
 from canzona_cli.config.changes import changes
 from canzona_cli.config.compose import compose_run, dump_resolved
 from canzona_cli.config.overrides import parse_overrides
-from canzona_cli.config.recipes import short_recipe_text
+from canzona_cli.config.recipes import recipe_text, short_recipe_text
 from canzona_cli.config.resolve import swept_runs
 from canzona_cli.core.errors import ConfigError
 from canzona_cli.core.setup import AdamWConfig
@@ -142,3 +142,19 @@ def test_only_optimizers_whose_matrices_have_moments_have_betas_of_adamw() -> No
 def test_a_rate_of_adamw_that_diverges_is_warned_about() -> None:
     (warning,) = compose_run(["recipe=qwen3-tiny", "optimizer.adamw_lr=0.3"]).warnings
     assert warning.startswith("optimizer.adamw_lr=0.3 is above 0.1")
+
+
+def test_a_complete_copy_keeps_its_values_for_the_optimizer_that_it_names(tmp_path: Path) -> None:
+    """Another optimizer has values of its own, and that is said."""
+    copy = compose_run(["recipe=qwen3-tiny", "optimizer.clip_grad=0.3"]).config
+    (tmp_path / "mine.yaml").write_text(recipe_text(copy, origin="qwen3-tiny"))
+    mine = f"recipe={tmp_path}/mine.yaml"
+    same, other = compose_run([mine, "optimizer=muon"]), compose_run([mine, "optimizer=soap"])
+    assert same.config.optimizer == compose_run([mine]).config.optimizer
+    assert (same.config.optimizer.lr, same.config.optimizer.clip_grad) == (0.005, 0.3)
+    assert not any("values of its own" in warning for warning in same.warnings)
+    assert any(
+        f"optimizer=soap has values of its own, lr {other.config.optimizer.lr:g}" in one for one in other.warnings
+    )
+    typed = compose_run([mine, "optimizer=soap", "optimizer.lr=0.001"])
+    assert not any("values of its own" in warning for warning in typed.warnings)

@@ -45,6 +45,11 @@ _NOT_TOLD_APART = ("is not told apart from", "")
 _WORSE = ("is better than", "")
 _AT_THESE_RATES = ("is lower than", ", but only at the rates tried: a best rate is the lowest or highest of them")
 _NOT_JUDGED = ("is lower than", f", without a verdict, which needs {JUDGED_SEEDS} shared seeds")
+_HIGHER = (
+    "is higher than",
+    f" on the seeds that both have, without a verdict, which needs {JUDGED_SEEDS} shared seeds",
+)
+_NOTHING_SHARED = ("cannot be compared with", ", for want of a shared seed")
 """The verdicts on a group: what stands before and after its name."""
 _loss = partial(number, spec=".4f")
 
@@ -200,9 +205,13 @@ def verdict_text(ranking: Ranking) -> str | None:
     best, *others = _full_names(ranking)
     cases: dict[tuple[str, str], list[str]] = {}
     for label, line, each in zip(others, ranking.lines[1:], verdict, strict=False):
+        if not each.seeds:
+            cases.setdefault(_NOTHING_SHARED, []).append(label)
+            continue
         judged = plural(each.seeds, "shared seed") if each.p is None else f"p = {number(each.p, '.2g')}"
         worse = _AT_THESE_RATES if ranking.only_at_rates(line) else _WORSE
-        case = _NOT_JUDGED if each.higher is None else worse if each.higher else _NOT_TOLD_APART
+        not_judged = _NOT_JUDGED if each.gap >= 0 else _HIGHER
+        case = not_judged if each.higher is None else worse if each.higher else _NOT_TOLD_APART
         cases.setdefault(case, []).append(f"{label} (by {_loss(abs(each.gap))}, {judged})")
     return "; ".join(f"{best} {verb} {_and(labels)}{caveat}" for (verb, caveat), labels in cases.items())
 

@@ -219,8 +219,9 @@ def _no_batch(setup: Setup) -> Problem:
     target = train.batch_tokens / train.seq_length
     nearest = min((max(1, round(target / step)) * step for step in steps), key=lambda batch: abs(batch - target))
     reason = (
-        f"is {target:g} sequences of {train.seq_length} tokens, and {setup.gpus} GPUs cannot "
-        f"divide any batch within {BATCH_TOLERANCE:.1%} of this number (nearest: {nearest})"
+        f"is {target:g} sequences of {train.seq_length} tokens, and no layout on gpus={setup.gpus} divides a batch "
+        f"within {BATCH_TOLERANCE:.1%} of this number (nearest: {nearest})"
     )
-    fix = f"use train.batch_tokens={nearest * train.seq_length}, train.global_batch_size={nearest}, or fewer GPUs"
+    fewer = ", or fewer GPUs" if setup.gpus > 1 else ""
+    fix = f"use train.batch_tokens={nearest * train.seq_length}, train.global_batch_size={nearest}{fewer}"
     return problem_with(setup, "train.batch_tokens", reason, fix)

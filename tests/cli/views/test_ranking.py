@@ -101,6 +101,14 @@ def test_a_rate_at_the_edge_and_a_missing_verdict_are_said(tmp_path: Path) -> No
     assert f"{said}, which needs 3 shared seeds" in text
 
 
+def test_groups_with_other_seeds_are_compared_on_those_that_both_have(tmp_path: Path) -> None:
+    """As in a sweep that still runs: on seed 1 muon is the better one, whatever the means of what is there say."""
+    losses = {("muon", 0.01): {1: 2.0, 2: 2.6}, ("normuon", 0.01): {1: 2.1}, ("soap", 0.01): {3: 3.0}}
+    text = words(printed(RankingView(ranking=ranked(add_sweep(tmp_path, losses))), 120))
+    assert "normuon is higher than muon (by 0.1000, 1 shared seed) on the seeds that both have" in text
+    assert "normuon cannot be compared with soap, for want of a shared seed" in text
+
+
 def test_the_leading_groups_are_told_from_the_rest(tmp_path: Path) -> None:
     """Not the first from the second: that question has no answer here, and the one about the rest has."""
     losses = {("muon", 0.01): {1: 2.0, 2: 2.6, 3: 2.2}, ("normuon", 0.01): {1: 2.05, 2: 2.55, 3: 2.23}}
