@@ -81,7 +81,7 @@ def test_misuse_is_exit_code_2_with_a_hint(arguments: list[str], hint: str) -> N
         ("train recipe=tiny train.steps=20,", ["write train.steps=20"]),
         ("train recipe=tiny gpus:4", ["write gpus=4"]),
         ("train recipe=tiny schedule=wsd", ["for example schedule.decay=wsd"]),
-        ("train recipe=tiny optimizer.schedule=wsd", ["did you mean schedule.decay?"]),
+        ("train recipe=tiny optimizer.schedule=wsd", ["did you mean schedule.decay=wsd?"]),
         ("train recipe=tiny train.tokens=1e9", ["write train.steps=N, with N = tokens / train.batch_tokens"]),
         ("train recipe=tiny model.moe_router=8 run.wandb=true", ["leave it out", "write run.trackers=[wandb]"]),
         ("train recipe=tiny cluster.memory_gb_per_s=0", ["for example cluster.memory_gb_per_s=3350"]),
