@@ -144,8 +144,7 @@ def _own_optimizer(recipe_file: Path) -> Mapping[str, object]:
     If the command line chooses the same optimizer, they stay as they are. Another one has values of its own."""
     recipe = read_yaml(recipe_file)
     values = recipe.get("optimizer")
-    complete = "defaults" not in recipe and isinstance(values, dict) and "name" in values
-    return values if complete and isinstance(values, dict) else {}
+    return values if isinstance(values, dict) and "name" in values and "defaults" not in recipe else {}
 
 
 def _replaced_rates(own: Mapping[str, object], config: RunConfig, explicit: frozenset[str]) -> Iterator[str]:

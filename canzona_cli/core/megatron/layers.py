@@ -57,10 +57,10 @@ def norm(*, config: TransformerConfig, hidden_size: int, eps: float) -> torch.nn
     With sequence parallelism, each TP rank computes a partial gradient of the norm's parameters; the attribute
     `sequence_parallel` makes Megatron sum these gradients."""
     kind = torch.nn.LayerNorm if config.normalization == "LayerNorm" else torch.nn.RMSNorm
-    norm = kind(hidden_size, eps=eps)
-    for parameter in norm.parameters():
+    module = kind(hidden_size, eps=eps)
+    for parameter in module.parameters():
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-    return norm
+    return module
 
 
 def transformer_settings(setup: Setup, layout: Layout) -> dict[str, object]:

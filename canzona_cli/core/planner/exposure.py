@@ -56,7 +56,7 @@ class Exposure:
         self.reductions = ReductionModel(setup, layout)
         self._pp, self._units = layout.pp, units_taken(setup, layout)
         self._time = stage_time(setup, layout, 0)
-        self._zero_s = preparation_seconds(setup, layout, 0)
+        self._begin_s = preparation_seconds(setup, layout, 0)
         self._builder = ChunkBuilder(setup, layout, 0, self._time, self.reductions)
 
     @cached_property
@@ -133,7 +133,7 @@ class Exposure:
         for index, chunk in reversed(list(enumerate(chunks))):
             chunks_of_module.setdefault(chunk.module, []).append(index)
         forward.wait([updated])
-        forward.compute(self._zero_s)
+        forward.compute(self._begin_s)
         for model_chunk, places in enumerate(self._time.places):
             if model_chunk:
                 # The input of the model chunk has passed through the other stages.
