@@ -17,6 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.megatron_translation import min_lr_ratio
 from canzona_cli.config.overrides import key_of
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import override_text
@@ -216,7 +217,7 @@ def _layout(caller: Caller) -> Iterator[tuple[str, Value]]:
 def _optimizer(caller: Caller, settings: Sequence[str]) -> Iterator[tuple[str, Value]]:
     config = caller.optimizer
     yield "optimizer.lr", config.lr
-    yield "optimizer.min_lr_ratio", float(f"{(config.min_lr or 0.0) / config.lr:.12g}") if config.lr else 0.0
+    yield "optimizer.min_lr_ratio", min_lr_ratio(config.lr, config.min_lr) if config.lr else 0.0
     yield "optimizer.weight_decay", config.weight_decay
     yield "optimizer.clip_grad", config.clip_grad
     yield "optimizer.beta1", config.adam_beta1

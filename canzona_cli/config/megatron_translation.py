@@ -445,7 +445,7 @@ class _Translation:
         decay_steps = steps("lr_decay")
         if decay != "constant":
             rate, least = (_number(self._text(name)) for name in ("lr", "min_lr"))
-            self._set("optimizer.min_lr_ratio", f"{(least or 0.0) / rate:.12g}" if rate else None, "min_lr")
+            self._set("optimizer.min_lr_ratio", min_lr_ratio(rate, least) if rate else None, "min_lr")
         if decay != "constant" and decay_steps != train_steps:
             self._set("schedule.decay_steps", decay_steps, "lr_decay_iters")
         if decay == "wsd":
@@ -539,7 +539,7 @@ class _Translation:
             return missing
         return int(number)
 
-    def _set(self, key: str, value: str | int | None, name: str | None = None) -> None:
+    def _set(self, key: str, value: float | str | None, name: str | None = None) -> None:
         """Sets the value of a setting, unless the user has set it or `value` is None.
 
         Args:
@@ -603,6 +603,12 @@ def _steps_of(samples: int, rampup: Sequence[tuple[int, int]], batch: int) -> in
         taken = min(most, -(-samples // size))
         steps, samples = steps + taken, max(0, samples - taken * size)
     return steps + (-(-samples // batch) if rampup else samples // batch)
+
+
+def min_lr_ratio(lr: float, min_lr: float | None) -> float:
+    """Returns Megatron's minimum of the learning rate as a share of its peak, to 12 digits, so that the product is the
+    minimum again; 0 without a minimum."""
+    return float(f"{(min_lr or 0.0) / lr:.12g}")
 
 
 def _written(value: object) -> str | None:
