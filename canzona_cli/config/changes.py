@@ -8,6 +8,10 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import leaves, override_text, settings_affecting
 from canzona_cli.core.errors import Problem
 from canzona_cli.core.fields import CURVE, MODEL, OPTIMIZER, SPREAD
+from canzona_cli.core.setup import ScheduleConfig
+
+_OF_THE_START = ("checkpoint.weights_from", "model.init_std", "train.eval_sequences")
+"""The settings that affect the recorded losses of a whole run, but not how a resumed run goes on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,23 +40,33 @@ def changes(old: RunConfig, new: RunConfig, *, step: int) -> Changes:
     problems = tuple(_resume_problems(differing, step))
     other_optimizer = any(problem.key in settings_affecting(OPTIMIZER) for problem in problems)
     warnings = tuple(
-        f"{key} is {_value_text(value)} now; up to step {step:,} it was {_value_text(previous)}"
+        f"{key} is {value_text(value)} now; up to step {step:,} it was {value_text(previous)}"
         for key, (previous, value) in differing.items()
         if key in settings_affecting(CURVE) and not (other_optimizer and key.startswith("optimizer."))
     )
     spread = (
-        f"{key} {_value_text(differing[key][0])} -> {_value_text(differing[key][1])}"
+        f"{key} {value_text(differing[key][0])} -> {value_text(differing[key][1])}"
         for key in settings_affecting(SPREAD)
         if key in differing
     )
     return Changes(problems=problems, warnings=warnings, spread=tuple(spread))
 
 
-def curve_differences(a: RunConfig, b: RunConfig) -> tuple[str, ...]:
-    """Returns the keys of the settings that affect the losses and differ between two runs."""
+def curve_differences(a: RunConfig, b: RunConfig) -> Mapping[str, tuple[object, object]]:
+    """Returns both values of each setting that affects the losses and differs between two runs. The number of steps
+    stands for what follows from it in the schedule, and the name of an optimizer for its other settings."""
     differing = _differing(a, b)
-    keys = dict.fromkeys([*settings_affecting(MODEL), *settings_affecting(OPTIMIZER), *settings_affecting(CURVE)])
-    return tuple(key for key in keys if key in differing)
+    keys = [*settings_affecting(MODEL), *settings_affecting(OPTIMIZER), *settings_affecting(CURVE), *_OF_THE_START]
+    ends = [ScheduleConfig(decay=run.schedule.decay).complete(run.train.steps) for run in (a, b)]
+    derived = {f"schedule.{name}": (value, getattr(ends[1], name)) for name, value in vars(ends[0]).items()}
+    del derived["schedule.decay"]
+    changed = [key for key in dict.fromkeys(keys) if key in differing]
+    named = [key for key in changed if differing[key] != derived.get(key)]
+    if named != changed and "train.steps" in differing:
+        named.append("train.steps")
+    if "optimizer.name" in named:
+        named = [key for key in named if key == "optimizer.name" or not key.startswith("optimizer.")]
+    return {key: differing[key] for key in named}
 
 
 def shape_problems(old: RunConfig, new: RunConfig, source: str) -> tuple[Problem, ...]:
@@ -68,7 +82,7 @@ def shape_problems(old: RunConfig, new: RunConfig, source: str) -> tuple[Problem
     for key in settings_affecting(MODEL):
         if key in differing:
             previous, value = differing[key]
-            text = _value_text(previous)
+            text = value_text(previous)
             reason = f"is {text} for the weights in {source}"
             problems.append(Problem(key, reason, f"use {key}={text}", value=value))
     return tuple(problems)
@@ -93,13 +107,13 @@ def _settings(config: RunConfig) -> dict[str, object]:
 def _resume_problems(differing: Mapping[str, tuple[object, object]], step: int) -> Iterator[Problem]:
     for key, (previous, value) in differing.items():
         if key in settings_affecting(MODEL):
-            reason = f"does not match the model saved at step {step:,}, which has {_value_text(previous)}"
+            reason = f"does not match the model saved at step {step:,}, which has {value_text(previous)}"
         elif key in settings_affecting(OPTIMIZER) and not (key == "optimizer.source" and _same_class(previous, value)):
-            reason = f"does not match the optimizer state saved at step {step:,}, which has {_value_text(previous)}"
+            reason = f"does not match the optimizer state saved at step {step:,}, which has {value_text(previous)}"
         else:
             continue
         name = "optimizer" if key == "optimizer.name" else key
-        fix = f"use {name}={_value_text(previous)}, or start another run with run.dir=DIR"
+        fix = f"use {name}={value_text(previous)}, or start another run with run.dir=DIR"
         yield Problem(key, reason, fix, value=value)
 
 
@@ -109,5 +123,5 @@ def _same_class(previous: object, value: object) -> bool:
     return str(previous).rpartition(":")[2] == str(value).rpartition(":")[2]
 
 
-def _value_text(value: object) -> str:
+def value_text(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else override_text(value)

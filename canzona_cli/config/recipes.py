@@ -287,6 +287,8 @@ def check_destination(destination: Path, *, force: bool, what: str = "a recipe",
     reason = fix = ""
     if destination.suffix not in (".yaml", ".yml"):
         reason, fix = f"the name of {what} file must end in .yaml", f"write {destination.with_suffix('.yaml')}"
+        if "=" in str(destination):
+            fix = f"write the file before the settings: mine.yaml {destination}"
     elif destination.is_dir():
         reason, fix = "is a folder", "give the path of a file in it"
     elif destination.exists() and not force:

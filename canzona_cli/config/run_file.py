@@ -1,6 +1,6 @@
 """A run's config.yaml: which file it is, what it contains, and which of its values another run chooses again."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from canzona_cli.config.recipes import WRITTEN
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.secrets import content_problems
-from canzona_cli.config.settings import leaves, sections, settings
+from canzona_cli.config.settings import leaves, sections, settings, tree_of
 from canzona_cli.config.typed import build
 from canzona_cli.core.errors import ConfigError, Problem, refuse
 from canzona_cli.core.reading import display_path, read_yaml
@@ -23,6 +23,8 @@ CHOSEN: Final = (
 )
 """The settings that depend on the number of GPUs and on the cluster. A run's `config.yaml` has the values
 chosen for the GPUs with which it was started."""
+OTHER_VERSION: Final = "was made by another version of canzona, or edited: this version has no setting"
+"""The reason why a config.yaml cannot be used in full; it ends with the names of settings."""
 
 
 def is_of_run(file: Path) -> bool:
@@ -35,13 +37,30 @@ def is_of_run(file: Path) -> bool:
 
 
 def load_resolved(path: Path) -> RunConfig:
-    """Reads the config.yaml of a run directory.
+    """Reads the config.yaml of a run directory, to go on with the run.
 
     Raises:
         ConfigError: the file has problems; all are reported at once.
     """
     tree = read_yaml(path)
     refuse(other_version(tree, path))
+    return _build(tree, path)
+
+
+def load_known(path: Path) -> tuple[RunConfig, Mapping[str, object]]:
+    """Reads the config.yaml of a run directory, to report the run. Returns its configuration, and the settings that
+    this version of canzona does not have.
+
+    Raises:
+        ConfigError: the file has other problems.
+    """
+    tree = read_yaml(path)
+    unknown = dict(_unknown(tree))
+    known = {key: value for key, value in leaves(tree) if key not in unknown}
+    return _build(tree_of(known), path), unknown
+
+
+def _build(tree: dict[str, object], path: Path) -> RunConfig:
     unsafe = list(content_problems(tree, display_path(path)))
     config = build(tree, texts={}, where=display_path(path))
     if unsafe or isinstance(config, list):
@@ -51,12 +70,17 @@ def load_resolved(path: Path) -> RunConfig:
 
 def other_version(tree: Mapping[str, object], path: Path) -> list[Problem]:
     """Returns a problem if the config.yaml of a run has a setting that this version of canzona does not have."""
-    unknown = [key for key, _ in leaves(tree) if key not in settings() and key not in sections()]
-    if not unknown:
+    unknown = next(_unknown(tree), None)
+    if unknown is None:
         return []
-    reason = f"was made by another version of canzona, or edited: this version has no setting {unknown[0]}"
+    reason = f"{OTHER_VERSION} {unknown[0]}"
     fix = "use the version of canzona that made it, or start a new run from a recipe"
     return [Problem(display_path(path), reason, fix)]
+
+
+def _unknown(tree: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """Yields the settings that this version of canzona does not have."""
+    return ((key, value) for key, value in leaves(tree) if key not in settings() and key not in sections())
 
 
 def dump_resolved(config: RunConfig) -> str:

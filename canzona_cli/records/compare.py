@@ -1,18 +1,20 @@
 """Compares runs: reads them, finds the settings that differ, and compares two runs by their losses at the same steps
 and phase times. `groups` ranks more runs."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import leaves
 from canzona_cli.core.errors import Problem, collect_problems, refuse
 from canzona_cli.core.phases import LABELS
 from canzona_cli.records.breakdown import NOTHING_S, Breakdown
-from canzona_cli.records.files import RunFiles, read_json
+from canzona_cli.records.codec import load_if_valid
+from canzona_cli.records.files import RunFiles, read_json, sweep_file
+from canzona_cli.records.records import FAILURES, SweepPlan
 from canzona_cli.records.summary import RunSummary, holds_run, load_summary
-from canzona_cli.records.words import finite_or_none
+from canzona_cli.records.words import finite_or_none, plural
 
 VERSION = 3
 _PLACES = ("run.dir", "run.root")
@@ -107,6 +109,19 @@ class RunComparison:
     setting."""
     skipped: tuple[Path, ...] = ()
     """The given paths that hold no run."""
+    not_begun: tuple[Path, ...] = ()
+    """The directories of the runs that sweeps have planned but not begun."""
+
+    @property
+    def progress(self) -> str | None:
+        """The number of runs by status, `30 runs so far: 12 done, 1 running, 17 not begun`; None if all are done or
+        failed."""
+        by_status = Counter([*(run.status for run in self.runs), *(["not begun"] * len(self.not_begun))])
+        if not by_status.keys() - {"done", *FAILURES}:
+            return None
+        statuses = sorted(by_status, key=lambda status: (status == "not begun", status != "done"))
+        counts = ", ".join(f"{by_status[status]} {status}" for status in statuses)
+        return f"{plural(by_status.total(), 'run')} so far: {counts}"
 
 
 def load_runs(run_dirs: Sequence[Path]) -> RunComparison:
@@ -132,8 +147,11 @@ def load_runs(run_dirs: Sequence[Path]) -> RunComparison:
             with collect_problems(problems):
                 load_summary(path)
     refuse(problems)
-    settings = _differences([run.config for run in runs])
-    return RunComparison(runs=tuple(runs), settings=settings, skipped=tuple(skipped))
+    settings = _differences(runs)
+    plans = [(root, load_if_valid(sweep_file(root), SweepPlan)) for root in run_dirs]
+    planned = [root / name for root, plan in plans if plan is not None for name in plan.runs]
+    not_begun = tuple(path for path in planned if not holds_run(path))
+    return RunComparison(runs=tuple(runs), settings=settings, skipped=tuple(skipped), not_begun=not_begun)
 
 
 def _runs_in(path: Path) -> list[Path]:
@@ -187,11 +205,11 @@ def _plan_hash(run_dir: Path) -> str | None:
     return plan_hash if isinstance(plan_hash, str) else None
 
 
-def _differences(configs: Sequence[RunConfig | None]) -> dict[str, tuple[object, ...]]:
-    """Returns the settings that differ between the configurations; an empty dict if a configuration could not
-    be read."""
-    flat = [dict(leaves(asdict(config))) for config in configs if config is not None]
-    if len(flat) < len(configs):
+def _differences(runs: Sequence[RunSummary]) -> dict[str, tuple[object, ...]]:
+    """Returns the settings that differ between the runs, also those that only another version of canzona has; an empty
+    dict if a configuration could not be read."""
+    flat = [{**dict(leaves(asdict(run.config))), **run.unknown} for run in runs if run.config is not None]
+    if len(flat) < len(runs):
         return {}
     keys = dict.fromkeys(key for settings in flat for key in settings if key not in _PLACES)
     values = {key: tuple(settings.get(key) for settings in flat) for key in keys}

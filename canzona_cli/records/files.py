@@ -32,6 +32,11 @@ def sweep_root(root: Path | str, name: str) -> Path:
     return Path(root) / f"sweep-{name}"
 
 
+def sweep_file(root: Path) -> Path:
+    """Returns the path of the plan of a sweep (`SweepPlan`) in its directory."""
+    return root / "sweep.json"
+
+
 class RunFiles:
     """The paths of the files in one run directory."""
 

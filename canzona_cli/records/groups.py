@@ -129,9 +129,12 @@ class Group:
         ]
         return MeanSpread.of(seconds) if seconds else None
 
-    def seconds_of(self, steps: float | None) -> float | None:
-        """Returns the seconds of a number of steps, either of which may be unknown."""
-        return None if self.step_s is None or steps is None else steps * self.step_s.mean
+    def seconds_at(self, step: float | None) -> float | None:
+        """Returns the seconds of the first steps, whose number may be unknown: the mean over the runs that did not fail
+        and logged as many."""
+        seconds = (None if step is None or run.status in FAILURES else run.seconds_at(step) for run in self.runs)
+        known = [each for each in seconds if each is not None]
+        return statistics.fmean(known) if known else None
 
     def tokens_at(self, step: float | None) -> float | None:
         """Returns the tokens of the first steps, whose number may be unknown, in the first run that logged as many."""
@@ -245,6 +248,7 @@ class Ranking:
             "reference": None if self.reference is None else self.reference.settings,
             "groups": [self._group_json(line, difference) for line, difference in lines],
             "left_out": [str(run.run_dir) for run in self.left_out],
+            "not_begun": [str(path) for path in self.comparison.not_begun],
             "runs": runs_json(self.comparison),
         }
 
@@ -260,7 +264,7 @@ class Ranking:
             "step_s": None if line.step_s is None else vars(line.step_s),
             "reached": {
                 "step": reached,
-                "seconds": line.seconds_of(reached),
+                "seconds": line.seconds_at(reached),
                 "tokens": line.tokens_at(reached),
             },
             "runs": [str(run.run_dir) for run in line.runs],

@@ -102,6 +102,14 @@ class RunResult:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SweepPlan:
+    """The contents of sweep.json in the directory of a sweep."""
+
+    runs: tuple[str, ...]
+    """The names of all runs, which are those of their directories."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrackerState:
     """The contents of trackers/NAME.json: a tracker's progress, so that the next launch continues the same
     curve."""

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Final
 
@@ -194,6 +194,9 @@ class RunSummary:
     """The results of the ranks that failed, the first error first."""
     breakdown: Breakdown | None
     config: RunConfig | None
+    """The configuration; None if it cannot be read."""
+    unknown: Mapping[str, object] = field(default_factory=dict)
+    """The settings of the run that this version of canzona does not have."""
     layout: Layout | None
     go_on: str | None = None
     """The command that resumes the run."""
@@ -224,11 +227,14 @@ class RunSummary:
     def tokens_at(self, step: float) -> float | None:
         """Returns the number of tokens trained on up to a step, which may lie between two logged ones; None if it is
         beyond the last one."""
-        logged = [(0, 0), *((line.step, line.tokens) for line in self.metrics if line.tokens is not None)]
-        for (before, had), (after, has) in pairwise(logged):
-            if step <= after:
-                return had + (has - had) * (step - before) / (after - before)
-        return None
+        return _value_at(step, [(line.step, line.tokens) for line in self.metrics if line.tokens is not None])
+
+    def seconds_at(self, step: float) -> float | None:
+        """Returns the seconds of the steps up to a step, which may lie between two logged ones; None if it is beyond
+        the last one."""
+        timed = [(line.step, line.step_s) for line in self.metrics if line.step_s is not None]
+        seconds = accumulate((end - begin) * each for (begin, _), (end, each) in pairwise([(0, 0.0), *timed]))
+        return _value_at(step, [*zip((end for end, _ in timed), seconds, strict=True)])
 
     def as_json(self) -> dict[str, object]:
         """Returns the stable output of `canzona report --json`. New keys do not change `version`; any other
@@ -251,6 +257,14 @@ class RunSummary:
             "warnings": list(self.warnings),
             "notes": list(self.notes),
         }
+
+
+def _value_at(step: float, totals: Sequence[tuple[int, float]]) -> float | None:
+    """Returns the total up to a step, interpolated between the totals of logged steps; None beyond the last one."""
+    for (before, had), (after, has) in pairwise([(0, 0.0), *totals]):
+        if step <= after:
+            return had + (has - had) * (step - before) / (after - before)
+    return None
 
 
 _NO_RESULT: Final = {
@@ -292,7 +306,7 @@ def load_summary(run_dir: Path) -> RunSummary:
         reason = "is not the directory of a run" if run_dir.is_dir() else "there is no such directory"
         raise ConfigError(Problem(key="RUN_DIR", value=run_dir, reason=reason, fix=suggest_run_dir(run_dir)))
     notes: list[str] = []
-    config = _config(files, notes)
+    config, unknown = _config(files, notes)
     metrics = _read_noting_damage(files.metrics, StepMetrics, notes)
     validation = _read_noting_damage(files.validation, ValidationLoss, notes)
     result = load_if_valid(files.result, RunResult)
@@ -327,6 +341,7 @@ def load_summary(run_dir: Path) -> RunSummary:
         errors=_failed_ranks(files),
         breakdown=breakdown,
         config=config,
+        unknown=unknown,
         layout=layout,
         go_on=None if result is None else result.go_on,
         restarts=0 if result is None else result.restarts,
@@ -342,14 +357,18 @@ def _supply(files: RunFiles, config: RunConfig | None, layout: Layout | None) ->
     return None if config is None or corpus is None or layout is None else supply(config, layout, corpus)
 
 
-def _config(files: RunFiles, notes: list[str]) -> RunConfig | None:
-    from canzona_cli.config.compose import load_resolved
+def _config(files: RunFiles, notes: list[str]) -> tuple[RunConfig | None, Mapping[str, object]]:
+    """Returns the configuration, None if it cannot be read, and the settings that this version does not have."""
+    from canzona_cli.config.run_file import OTHER_VERSION, load_known
 
     try:
-        return load_resolved(files.config)
+        config, unknown = load_known(files.config)
     except (CanzonaError, OSError) as error:
         notes.append(f"config.yaml cannot be read: {error}")
-        return None
+        return None, {}
+    if unknown:
+        notes.append(f"config.yaml {OTHER_VERSION} {', '.join(unknown)}; settings that it lacks have their defaults")
+    return config, unknown
 
 
 def _load_noting_damage[T](load: Callable[[], T], what: str, notes: list[str]) -> T | None:

@@ -50,6 +50,8 @@ def test_a_card_is_complete_and_of_its_recipes_own_settings(name: str) -> None:
         (("optimizer.adamw_lr_ratio=0.2",), False),
         (("train.precision=fp32",), False),
         (("train.seed=1",), False),
+        (("model.init_std=0.1",), False),
+        (("train.eval_sequences=8",), False),
         (("train.steps=60",), False),
         (("train.steps=60", "schedule.decay_steps=120"), True),
     ],

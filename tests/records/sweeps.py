@@ -40,6 +40,7 @@ def add_run(
     training: Mapping[int, float] | None = None,
     step_s: float | None = None,
     tokens: Callable[[int], int] = lambda step: step * TOKENS,
+    seconds: Callable[[int], float | None] = lambda _: None,
 ) -> Path:
     """Writes the files of a run.
 
@@ -49,13 +50,15 @@ def add_run(
         training: the training losses by step; None for losses that are 0.1 below those of validation.
         step_s: the seconds of a step in the run's breakdown; None for a run without a breakdown.
         tokens: the tokens trained on by step.
+        seconds: the seconds of a step in the run's metrics.
     """
     files = RunFiles(root)
     root.mkdir(parents=True)
     files.config.write_text(dump_resolved(replace(config, run=replace(config.run, dir=str(root)))))
     losses = {step: loss - 0.1 for step, loss in validations.items() if step} if training is None else training
     for step, loss in losses.items():
-        append_json_line(files.metrics, asdict(StepMetrics(step=step, loss=loss, tokens=tokens(step))))
+        line = StepMetrics(step=step, loss=loss, tokens=tokens(step), step_s=seconds(step))
+        append_json_line(files.metrics, asdict(line))
     for step, loss in validations.items():
         append_json_line(files.validation, asdict(ValidationLoss(step=step, loss=loss)))
     if step_s is not None:

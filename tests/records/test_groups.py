@@ -193,7 +193,25 @@ def test_the_time_of_a_step_is_the_mean_over_runs_that_did_not_fail(tmp_path: Pa
     assert line.step_s is not None
     assert line.step_s.mean == 1.5
     assert line.step_s.spread == pytest.approx(numpy.std([1, 2], ddof=1))
-    assert line.seconds_of(10) == 15
+
+
+def test_the_time_to_the_target_is_that_of_its_steps(tmp_path: Path) -> None:
+    """Compared with numpy's interpolation of the summed seconds of the steps of a small and then a large batch."""
+    for seed, faster in ((1, 1), (2, 3)):
+        seconds = {step: (1.0 if step <= 60 else 4.0) / faster for step in range(1, 121)}
+        for name, loss in (("muon", 2.0), ("adamw", 2.4)):
+            training = dict.fromkeys(seconds, loss)
+            config = configured(name, seed=seed)
+            add_run(
+                tmp_path / f"{name}-{seed}", config, ending_at(loss), training=training, seconds=seconds.__getitem__
+            )
+    muon = ranked(tmp_path).lines[0]
+    reached = ranked(tmp_path).reached(muon)
+    assert reached is not None
+    assert 60 < reached < 80
+    ends = numpy.cumsum([1.0] * 60 + [4.0] * 60) * (1 + 1 / 3) / 2
+    assert muon.seconds_at(reached) == pytest.approx(numpy.interp(reached, range(1, 121), ends))
+    assert [muon.seconds_at(step) for step in (0, 121)] == [0, None]
 
 
 @pytest.mark.parametrize(("t", "higher"), [(4.303 * 1.001, True), (4.303 * 0.999, False), (-9.0, False)])
@@ -292,10 +310,23 @@ def test_without_validations_training_losses_are_averaged_over_their_last_steps(
         assert curve[step] == pytest.approx(numpy.mean([*losses.values()][max(0, step - SMOOTHED_STEPS) : step]))
 
 
-def test_runs_of_another_version_are_groups_of_their_own(tmp_path: Path) -> None:
+def test_runs_whose_settings_cannot_be_read_are_groups_of_their_own(tmp_path: Path) -> None:
     root = add_sweep(tmp_path / "sweep", {("muon", 0.01): {1: 2.0, 2: 2.1}, ("adamw", 0.01): {1: 3.0}})
     RunFiles(next(root.iterdir())).config.write_text("unknown: 1\n")
     assert len(ranked(root).lines) == 3
+
+
+def test_runs_of_another_version_are_compared_with_the_settings_that_it_had(tmp_path: Path) -> None:
+    """Runs that differ in such a setting are not taken for two seeds of one group."""
+    root = add_sweep(tmp_path / "sweep", {("muon", 0.01): {1: 2.0, 2: 2.1, 3: 2.2}, ("adamw", 0.01): {1: 3.0}})
+    for run in root.iterdir():
+        config = RunFiles(run).config
+        config.write_text(config.read_text().replace("  min_lr_ratio: 0.1\n", "  min_lr: 0.001\n"))
+    ranking = ranked(root)
+    assert [line.settings for line in ranking.lines] == [{"optimizer.name": "muon"}, {"optimizer.name": "adamw"}]
+    assert "this version has no setting optimizer.min_lr; settings that it lacks" in ranking.comparison.runs[0].notes[0]
+    config.write_text(config.read_text().replace("min_lr: 0.001", "min_lr: 0.003"))
+    assert len(ranked(root).groups) == 3
 
 
 def test_what_is_no_run_stands_for_the_runs_in_it(tmp_path: Path) -> None:

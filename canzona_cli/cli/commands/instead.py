@@ -25,6 +25,8 @@ _OTHER_WORDS = {
     "check": "train --dry-run",
     "submit": "slurm --submit",
     "benchmark": "bench",
+    "sweep": "train --sweep",
+    "compare": "report --compare",
     "list": "recipes list",
     "ls": "recipes list",
     "show": "recipes show",

@@ -1,5 +1,6 @@
 """`canzona report RUN_DIR`: shows the results of a run from the files in its directory, or compares runs."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -33,8 +34,8 @@ def report(
 
     Works for failed and unfinished runs too.
     """
+    _check_usage(run_dirs or [], compare=compare, html=html)
     run_dirs = run_dirs or _newest_run()
-    _check_usage(run_dirs, compare=compare, html=html)
     if compare:
         _compare(run_dirs, html=html, verbose=verbose, as_json=as_json)
         return
@@ -62,13 +63,14 @@ def _compare(run_dirs: list[Path], *, html: Path | None, verbose: bool, as_json:
 
     comparison = load_runs(run_dirs)
     if len(comparison.runs) == 1:
-        raise ConfigError(_usage_problem(run_dirs, "there is one run, but --compare needs two or more"))
+        so_far = f" ({comparison.progress})" if comparison.not_begun else ""
+        raise ConfigError(_usage_problem(run_dirs, f"there is one run, but --compare needs two or more{so_far}"))
     ranking = rank(comparison)
     for path in comparison.skipped:
         progress(f"note: {path} is skipped, because it contains no run")
     if html is not None:
         write_page(html, comparison_page(ranking))
-    if len(comparison.runs) == 2:
+    if len(comparison.runs) == 2 and not comparison.not_begun:
         pair = compare_two(comparison)
         show(pair.as_json() if as_json else RunPairView(compared=pair))
     else:
@@ -97,6 +99,9 @@ def _check_usage(run_dirs: list[Path], *, compare: bool, html: Path | None) -> N
         ConfigError: they do not match, or the page cannot be written.
     """
     problems = [*page_problems(html)]
+    if html is not None and html.is_dir():
+        fix = f"write {shlex.quote(str(html))} --html {shlex.quote(html.name)}.html"
+        problems = [Problem("--html", "is a directory, not the file of the page", fix, html)]
     if not compare and len(run_dirs) > 1:
         reason = f"there are {len(run_dirs)} run directories, but only --compare takes several"
         problems.append(_usage_problem(run_dirs, reason))

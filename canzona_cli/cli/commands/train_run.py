@@ -6,7 +6,7 @@ This module is separate from the command's options, so that help and completion 
 import os
 import shlex
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
@@ -159,11 +159,10 @@ def _show_dry_run(job: _Job, present: Callable[[DryRun], None], *, show_config: 
     """Checks a run as far as this machine can, and prints it; starts nothing, and writes only caches."""
     config, layout = job.config, job.layout
     refuse(container_problems(config))
-    samples = saved = None
-    with suppress(CanzonaError):  # reported below, after everything else has been shown
-        resumption = choose_resumption(config, layout)
-        samples = None if resumption is None else resumption.samples_needed(config, layout)
-        saved = None if resumption is None else resumption.data
+    check_free(config, resumes=True)
+    checkpoint = choose_resumption(config, layout)
+    samples = None if checkpoint is None else checkpoint.samples_needed(config, layout)
+    saved = None if checkpoint is None else checkpoint.data
     corpus = check_inputs(config, layout, samples=samples, saved=saved, printed=job.printed)
     run_dir = Path(config.run.dir or f"{config.run.root}/{config.name}-{RUN_DIR_TIME}").absolute()
     present(_describe(job, corpus, run_dir, show_config=show_config, samples=samples))
@@ -172,8 +171,6 @@ def _show_dry_run(job: _Job, present: Callable[[DryRun], None], *, show_config: 
         warn([unchecked], job.printed, kind="note")
     else:
         preflight.check_machine(config, layout)
-    check_free(config, resumes=True)
-    checkpoint = choose_resumption(config, layout)
     if checkpoint is not None:
         progress(f"note: without --dry-run, the run would {checkpoint.words}")
         if (save := _last_save(config)) is not None and (told := describe(save)) is not None:

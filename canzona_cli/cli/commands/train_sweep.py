@@ -5,7 +5,8 @@ A task of a Slurm array trains only the run with the task's index.
 
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -16,15 +17,20 @@ from canzona_cli.cli.commands.output import show, tell
 from canzona_cli.cli.views.errors import show_failure
 from canzona_cli.cli.views.ranking import RankingView
 from canzona_cli.cli.views.train_dry_run import DryRun, SweepDryRun
+from canzona_cli.config.changes import curve_differences, value_text
+from canzona_cli.config.compose import load_resolved
 from canzona_cli.config.overrides import key_of, text_value
 from canzona_cli.config.resolve import SweptRun, swept_runs
-from canzona_cli.core.errors import ConfigError, ExitCode, Problem
-from canzona_cli.launch.resume import finished_result, holds_run, next_free
+from canzona_cli.core.errors import CanzonaError, ConfigError, ExitCode, Problem, refuse, write_error
+from canzona_cli.launch.resume import finished_result, next_free
 from canzona_cli.launch.slurm import SlurmStep, current_step
 from canzona_cli.launch.stop import Requests
+from canzona_cli.records.codec import load_if_valid, save
 from canzona_cli.records.compare import load_runs
-from canzona_cli.records.files import RunFiles, sweep_root
+from canzona_cli.records.files import RunFiles, sweep_file, sweep_root
 from canzona_cli.records.groups import rank
+from canzona_cli.records.records import SweepPlan
+from canzona_cli.records.summary import holds_run
 from canzona_cli.records.words import plural
 
 _STOPPED = (ExitCode.INTERRUPTED, ExitCode.PREEMPTED)
@@ -51,15 +57,18 @@ def sweep(
     """
     runs, step = swept_runs(arguments, recipes_dirs), current_step()
     root = _sweep_directory(runs, step)
+    refuse(_other_settings(runs, root))
+    planned = [run.combination.name for run in runs]
     if step is not None and step.array_task is not None:
         runs = (_run_of_task(runs, step.array_task),)
         tell(f"task {step.array_task} of the sweep: {runs[0].combination.words}")
     if dry_run or prepare_only:
         _describe_all(runs, root, recipes_dirs, requests, prepare_only=prepare_only, show_config=show_config)
         return
+    _write_plan(planned, root)
     code = _train_all(runs, root, recipes_dirs, requests)
     if len(runs) > 1:
-        _summarise(runs, root, stopped=code in _STOPPED)
+        _summarise(root, stopped=code in _STOPPED)
     if code:
         raise typer.Exit(code)
 
@@ -140,21 +149,47 @@ def _train(overrides: list[str], recipes_dirs: list[Path], requests: Requests, n
     return int(ExitCode.PREEMPTED if requests.reason == "preempted" else ExitCode.INTERRUPTED)
 
 
-def _summarise(runs: Sequence[SweptRun], root: Path, *, stopped: bool) -> None:
-    """Shows the ranking of the started runs, the names of the others, and the commands that resume and report the
-    runs."""
-    started = [run for run in runs if holds_run(_files(run, root))]
+def _summarise(root: Path, *, stopped: bool) -> None:
+    """Shows the ranking of the sweep's runs, and the commands that resume and report the sweep."""
     typer.echo()
-    if started:
-        show(RankingView(ranking=rank(load_runs([_files(run, root).root for run in started]))))
-    not_started = [run.combination.words for run in runs if run not in started]
-    if not_started:
-        tell(f"not started: {', '.join(not_started)}", "yellow")
+    if started := any(map(holds_run, root.glob("*"))):
+        show(RankingView(ranking=rank(load_runs([root]))))
     if stopped:
         tell(f"stopped; the same command with run.dir={shlex.quote(str(root))} resumes each run")
     if started:
-        report_command = f"canzona report --compare {shlex.quote(str(root))}"
-        tell(f"{report_command}  shows this again; --html FILE.html writes a page")
+        tell(f"canzona report --compare {shlex.quote(str(root))}  shows this again; --html FILE.html writes a page")
+
+
+def _other_settings(runs: Sequence[SweptRun], root: Path) -> Iterator[Problem]:
+    """Yields a problem for each setting with which an earlier sweep in this directory trained the same runs
+    differently."""
+    cases: dict[tuple[str, str, str], list[str]] = {}
+    for run in runs:
+        with suppress(CanzonaError, OSError):  # there is no run, or one that cannot be continued
+            saved = load_resolved(_files(run, root).config)
+            for key, (before, now) in curve_differences(saved, run.config).items():
+                name = "optimizer" if key == "optimizer.name" else key
+                cases.setdefault((name, value_text(before), value_text(now)), []).append(run.combination.name)
+    for (key, before, now), names in cases.items():
+        having = names[0] if len(names) == 1 else plural(len(names), "run")
+        reason = f"is {before} in {having} of the earlier sweep in {root}; to go on there would mix runs with both"
+        fix = f"run.dir={text_value(str(next_free(root)))} for another sweep, or {key}={before} to go on"
+        yield Problem(key, reason, fix, value=now)
+
+
+def _write_plan(names: Sequence[str], root: Path) -> None:
+    """Writes the names of a sweep's runs to its directory, after those that it already has.
+
+    Raises:
+        EnvironmentProblem: the directory cannot be written.
+    """
+    earlier = load_if_valid(sweep_file(root), SweepPlan)
+    runs = dict.fromkeys((*(() if earlier is None else earlier.runs), *names))
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        save(sweep_file(root), SweepPlan(runs=tuple(runs)))
+    except OSError as error:
+        raise write_error("run.dir", root, error, fix="choose another directory with run.dir=DIR") from None
 
 
 def _sweep_directory(runs: Sequence[SweptRun], step: SlurmStep | None) -> Path:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from canzona_cli.cli.outlook import Outlook
 from canzona_cli.config.schema import RunConfig
@@ -17,6 +17,15 @@ if TYPE_CHECKING:
     # These modules import the records of runs; the tables of plans need none of them.
     from canzona_cli.launch.view import EarlierSteps
     from canzona_cli.records.corpus import PreparedCorpus
+
+
+_PARTS: Final = {
+    "gated": "GELU",
+    "layernorm": "LayerNorm",
+    "biases": "biases",
+    "positions": "{:,} learned positions",
+}
+"""The parts of GPT-2 by the settings that choose them."""
 
 
 def rank_word(device: Device | None) -> str:
@@ -206,8 +215,9 @@ def header_rows(
     samples = earlier.samples if earlier is not None else samples
     parameters = parameter_count(config.model).total
     model = "" if config.model.name == config.name else f"{config.model.name}, "
+    parts = "".join(f", {_PARTS[name].format(value)}" for name, value in config.model.parts_of_gpt2.items())
     return [
-        ("recipe", f"{config.name}: {model}{count(parameters)} parameters, {config.train.steps:,} steps"),
+        ("recipe", f"{config.name}: {model}{count(parameters)} parameters{parts}, {config.train.steps:,} steps"),
         ("optimizer", describe_optimizer(config)),
         *(routing_rows(config) if routed else []),
         ("layout", f"{describe_layout(layout, config.cluster.device)} on {config.cluster.name}"),

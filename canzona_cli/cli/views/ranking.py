@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import dropwhile
 from typing import Literal, get_args
 
 from rich.console import RenderableType
@@ -33,14 +32,14 @@ from canzona_cli.records.words import MISSING, count, duration, number, plural, 
 _LONGEST_LABEL = 40
 _MOST_NAMES = 4
 """The most runs that a remark names."""
-_Form = Literal["full", "compact", "narrow"]
+_Form = Literal["full", "compact", "narrow", "narrowest"]
 _FORMS: tuple[_Form, ...] = get_args(_Form)
-"""The forms of the table, of which the first that fits is shown. full: with what the verdict says of each group, and
-the spread of step times. narrow: the rates that were tried stand below the table."""
+"""The forms of the table, of which the first that fits is shown. full: with what the verdict says of each group.
+narrow: the rates that were tried stand below the table. narrowest: without the spread of step times too."""
 _SHOWN_SHARE = 5
-"""Loss curves begin after the warm-up, and after a fifth of the steps. Also, each begins where it has fallen to the
-highest loss in the middle of the steps: before that, losses fall so far that the ends of the curves would lie on one
-another."""
+"""Loss curves begin after the warm-up, and after a fifth of the steps. Also, they all begin where the last of them has
+fallen to the highest loss in the second half of the steps: before that, losses fall so far that the ends of the curves
+would lie on one another."""
 _NOT_TOLD_APART = ("is not told apart from", "")
 _WORSE = ("is better than", "")
 _AT_THESE_RATES = ("is lower than", ", but only at the rates tried: a best rate is the lowest or highest of them")
@@ -133,13 +132,13 @@ def _columns(ranking: Ranking, form: _Form) -> Iterator[Columns]:
             for line in lines
         )
         rates = Columns(name, ("best ", "tried"), [*zip(best_rates, map(_range, tried), strict=True)])
-        yield rates.drop(*["tried"] * (form == "narrow"))
+        yield rates.drop(*["tried"] * (form.startswith("narrow")))
     if any(line.step_s is not None for line in lines):
         times = (line.step_s for line in lines)
-        yield column("step", [_step(s) if form == "full" else step_time(s and s.mean) for s in times])
+        yield column("step", [step_time(s and s.mean) if form == "narrowest" else _step(s) for s in times])
     if len(lines) > 1 and ranking.target is not None:
         reached = [(line, ranking.reached(line)) for line in lines]
-        cells = [(duration(line.seconds_of(step)), count(line.tokens_at(step))) for line, step in reached]
+        cells = [(duration(line.seconds_at(step)), count(line.tokens_at(step))) for line, step in reached]
         yield Columns(f"until {_loss(ranking.target)}", ("time", "tokens"), cells)
 
 
@@ -170,13 +169,13 @@ def _explanation(ranking: Ranking, labels: Sequence[str], form: _Form) -> Iterat
     if ranking.step is None or ranking.reference is None:
         yield "there is no step at which all groups have a loss"
         return
-    runs = plural(len(ranking.comparison.runs), "run")
-    parts = [f"{runs}; {ranking.by} loss at step {ranking.step:,}, the last that all have"]
+    parts = [f"{_amount(ranking)}; {ranking.by} loss at step {ranking.step:,}, the last that all have"]
     if ranking.by == "training":
         parts.append(f"mean of {SMOOTHED_STEPS} logged steps, because there is no common validation")
     if max(seeds := _seeds(ranking)) > 1:
         parts.append(f"spread: standard deviation over {'' if len(seeds) > 1 else f'{max(seeds)} '}seeds")
-    if form == "full" and any(line.step_s is not None and line.step_s.spread is not None for line in ranking.lines):
+    has_spread = any(line.step_s is not None and line.step_s.spread is not None for line in ranking.lines)
+    if form != "narrowest" and has_spread:
         parts.append("±: standard deviation over runs")
     if any(group.unequal_seeds for group in ranking.groups):
         parts.append("best: by the seeds that all rates of a group have, if there are any")
@@ -189,7 +188,7 @@ def _explanation(ranking: Ranking, labels: Sequence[str], form: _Form) -> Iterat
         chosen = ", at best rates chosen on the same seeds" * any(len(group.trials) > 1 for group in ranking.lines)
         parts.append(f"p: paired t-test over {span} shared seeds{holm}{chosen}")
     yield "; ".join(parts)
-    for key in _rates_shown(ranking) if form == "narrow" else ():
+    for key in _rates_shown(ranking) if form.startswith("narrow") else ():
         tried: dict[str, list[str]] = {}
         for label, line in zip(labels, ranking.lines, strict=True):
             tried.setdefault(_range(line.tried(key)), []).append(label)
@@ -213,7 +212,8 @@ def verdict_text(ranking: Ranking) -> str | None:
         not_judged = _NOT_JUDGED if each.gap >= 0 else _HIGHER
         case = not_judged if each.higher is None else worse if each.higher else _NOT_TOLD_APART
         cases.setdefault(case, []).append(f"{label} (by {_loss(abs(each.gap))}, {judged})")
-    return "; ".join(f"{best} {verb} {_and(labels)}{caveat}" for (verb, caveat), labels in cases.items())
+    so_far = "so far, " if ranking.comparison.progress is not None else ""
+    return so_far + "; ".join(f"{best} {verb} {_and(labels)}{caveat}" for (verb, caveat), labels in cases.items())
 
 
 def _full_names(ranking: Ranking) -> list[str]:
@@ -227,7 +227,9 @@ def _and(names: Sequence[str]) -> str:
 
 
 def _remarks(ranking: Ranking, labels: Sequence[str]) -> Iterator[str]:
-    """Yields what the best rates and the means do not say: rates at an edge, other runs, notes."""
+    """Yields what the best rates and the means do not say: runs to come, rates at an edge, other runs, notes."""
+    if (progress := ranking.comparison.progress) is not None:
+        yield progress
     at_edge: dict[str, list[str]] = {}
     for label, group in zip(labels if len(ranking.groups) > 1 else ["all runs"], ranking.groups, strict=True):
         for key, edge in group.edges.items():
@@ -285,9 +287,15 @@ def comparison_page(ranking: Ranking) -> Document:
     )
 
 
+def _amount(ranking: Ranking) -> str:
+    """Returns the number of runs, `13 of 30 runs` if a sweep has not begun all of them."""
+    runs, not_begun = len(ranking.comparison.runs), len(ranking.comparison.not_begun)
+    return f"{runs:,} of {plural(runs + not_begun, 'run')}" if not_begun else plural(runs, "run")
+
+
 def _headline(ranking: Ranking) -> str:
     """Returns the number of runs and, if groups are compared, the best one with its loss."""
-    runs, best = plural(len(ranking.comparison.runs), "run"), ranking.lines[0].best
+    runs, best = _amount(ranking), ranking.lines[0].best
     if best is None or not ranking.verdict:
         return runs
     return f"{runs}: {_full_names(ranking)[0]} has the lowest {ranking.by} loss, {_loss(best.loss.mean)}"
@@ -325,16 +333,16 @@ def _loss_curves(ranking: Ranking, labels: Sequence[str], by: By) -> Curves:
     last = max((step for *_, losses in drawn for step in losses), default=0)
     warmups = (run.config.schedule.warmup_steps or 0 for _, _, run, _ in drawn if run.config is not None)
     begin = max([last // _SHOWN_SHARE, *warmups])
-    middle = [loss for *_, losses in drawn for step, loss in losses.items() if step >= max(begin, last // 2)]
-    highest = max(middle, default=math.inf)
+    second_half = [loss for *_, losses in drawn for step, loss in losses.items() if step >= max(begin, last // 2)]
+    highest = max(second_half, default=math.inf)
+    low = [[step for step, loss in losses.items() if step >= begin and loss <= highest] for *_, losses in drawn]
+    begin = max((steps[0] for steps in low if steps), default=begin)
     curves = []
     for label, name, _, losses in drawn:
         points = [(step, loss) for step, loss in losses.items() if step >= begin]
-        points = [*dropwhile(lambda point: point[1] > highest, points)]
         curves.append(Curve(name=name, points=points, group=label, dots=by == "validation" and len(points) < 100))
-    first = min((curve.points[0][0] for curve in curves if curve.points), default=begin)
     smoothed = f", mean of {SMOOTHED_STEPS} steps" if by == "training" else ""
-    return Curves(title=f"{by} loss{smoothed}, from step {first:,.0f}", curves=curves, numbers=_loss, show=_loss)
+    return Curves(title=f"{by} loss{smoothed}, from step {begin:,}", curves=curves, numbers=_loss, show=_loss)
 
 
 def _losses_by_rate(ranking: Ranking, labels: Sequence[str]) -> Iterator[Curves]:

@@ -176,7 +176,7 @@ class DryRun(Page):
 
     def cells(self) -> dict[str, str]:
         """Returns the run's row in the table of a sweep, by the heads of the columns."""
-        outlook, layout = self.outlook, self.layout
+        layout = self.layout
         return {
             "ranks": f"{layout.world_size:,}",
             "layout": layout_code(layout),
@@ -184,8 +184,13 @@ class DryRun(Page):
             "steps": f"{self.config.train.steps:,}",
             "GiB": f"{self.memory.total / GIB:.2f}",
             "training": MISSING if self.training_s is None else duration(self.training_s),
-            "on disk": size(outlook.checkpoints_kept * outlook.checkpoint_bytes),
+            "on disk": size(self.kept_bytes),
         }
+
+    @property
+    def kept_bytes(self) -> float:
+        """The size of the checkpoints that are kept at the end."""
+        return self.outlook.checkpoints_kept * self.outlook.checkpoint_bytes
 
     @property
     def training_s(self) -> float | None:
@@ -273,18 +278,21 @@ class SweepDryRun(Page):
         if equal:
             yield note(f"all runs: {', '.join(equal)}")
         yield note("batch: sequences per step; GiB: of the fullest rank; on disk: the checkpoints kept at the end")
-        yield from map(note, self._time())
+        yield from map(note, self._totals())
         yield paragraph(f"directory: {display_path(self.root)}; --config prints each run", "dim")
 
-    def _time(self) -> Iterator[str]:
-        """Yields the planned time of the runs that are not finished."""
-        seconds = [run.training_s for run in self.runs.values() if run is not None]
-        known = [each for each in seconds if each is not None]
-        runs = f"{plural(len(seconds), 'run')}, one after another"
-        if len(known) < len(seconds):
-            yield f"{runs}: the time is unknown; `canzona calibrate` measures this machine for an estimate"
-        elif known:
-            yield f"{runs}: {duration(sum(known))} of steps (planned), without starts, validation and saves"
+    def _totals(self) -> Iterator[str]:
+        """Yields what the runs that are not finished need together: disk, memory and planned time."""
+        runs = [run for run in self.runs.values() if run is not None]
+        if not runs:
+            return
+        memory = max(run.memory.total for run in runs) / GIB
+        needs = f"{size(sum(run.kept_bytes for run in runs))} on disk, at most {memory:.2f} GiB on a rank"
+        known = [each for run in runs if (each := run.training_s) is not None]
+        time = f"{duration(sum(known))} of steps (planned), without starts, validation and saves"
+        if len(known) < len(runs):
+            time = "the time is unknown; `canzona calibrate` measures this machine for an estimate"
+        yield f"{plural(len(runs), 'run')}, one after another: {time}; {needs}"
 
 
 def _verbatim(title: str, lines: list[str]) -> Iterator[Text]:

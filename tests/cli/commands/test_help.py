@@ -33,6 +33,8 @@ def test_version() -> None:
     ("arguments", "hint"),
     [
         (["trian"], "write canzona train"),
+        (["sweep", "recipe=tiny", "train.seed=1,2"], "write canzona train --sweep recipe=tiny train.seed=1,2"),
+        (["compare", "runs/a", "runs/b"], "write canzona report --compare runs/a runs/b"),
         (["recipes", "lst"], "write canzona recipes list"),
         (["data", "list"], "there are canzona data prepare"),
         (["checkpoint", "export", "run"], "write canzona checkpoint export RUN_OR_CHECKPOINT OUT"),

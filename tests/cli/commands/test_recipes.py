@@ -121,6 +121,8 @@ def test_copy_refuses_what_no_recipe_may_be_named(tmp_path: Path) -> None:
     assert canzona("recipes", "copy", "tiny", "mine.txt", cwd=tmp_path).returncode == 2
     (tmp_path / "folder.yaml").mkdir()
     assert canzona("recipes", "copy", "tiny", "folder.yaml", "--force", cwd=tmp_path).returncode == 2
+    refused = canzona("recipes", "copy", "tiny", "optimizer=soap", "data.path=a/b", cwd=tmp_path, code=2)
+    assert "write the file before the settings: mine.yaml optimizer=soap" in " ".join(refused.stderr.split())
 
 
 def test_a_misspelt_name_is_exit_code_2() -> None:

@@ -7,13 +7,14 @@ import socket
 import subprocess
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from canzona_cli.config.compose import dump_resolved
 from canzona_cli.records.codec import save
-from canzona_cli.records.files import RunFiles, append_json_line
+from canzona_cli.records.files import RunFiles, append_json_line, sweep_file
 from canzona_cli.records.records import (
     CheckpointEvent,
     Incident,
@@ -23,12 +24,13 @@ from canzona_cli.records.records import (
     RunStatus,
     StageEvent,
     StepMetrics,
+    SweepPlan,
     ValidationLoss,
 )
 from canzona_cli.records.summary import load_summary
 from tests.cli.commands.support import canzona
 from tests.records.runs import CONFIG, CORPUS, LAYOUT, STEPS, metrics
-from tests.records.sweeps import add_sweep
+from tests.records.sweeps import add_run, add_sweep, configured
 
 FIXTURE = Path(__file__).parents[1] / "views" / "breakdown.json"
 
@@ -260,6 +262,35 @@ def test_the_directory_of_a_sweep_is_enough(tmp_path: Path) -> None:
     assert "muon is better than adamw" in canzona("report", "--compare", root, code=0).stdout
     content = json.loads(canzona("report", "--compare", root, "--json", code=0).stdout)
     assert [group["settings"] for group in content["groups"]] == [{"optimizer.name": n} for n in ("muon", "adamw")]
+
+
+def test_a_sweep_that_is_not_finished_says_what_is_missing(tmp_path: Path) -> None:
+    root = tmp_path / "sweep"
+    add_sweep(root, {("muon", 0.01): {1: 2.0}})
+    names = [f"optimizer={name}_lr=0.01_seed={seed}" for name in ("muon", "adamw") for seed in (1, 2, 3, 4)]
+    save(sweep_file(root), SweepPlan(runs=tuple(names)))
+    report = partial(canzona, "report", "--compare", str(root))
+    assert "(8 runs so far: 1 done, 7 not begun)" in " ".join(report(code=2).stderr.split())
+    add_run(root / names[1], configured(lr=0.01, seed=2), {0: 6.0}, status=None, training={1: 6.0})
+    text = " ".join(report(code=0).stdout.split())
+    assert "8 runs so far: 1 done, 1 running or stopped, 6 not begun" in text, "no page about two runs"
+    add_sweep(root, {("muon", 0.01): {3: 2.0, 4: 2.1}, ("adamw", 0.01): {1: 3.0, 3: 3.1, 4: 3.2}})
+    text = " ".join(report("--html", root / "a.html", code=0).stdout.split())
+    assert "7 of 8 runs; validation loss" in text
+    assert "so far, muon is better than adamw" in text
+    assert "so far, muon is better" in (root / "a.html").read_text()
+    assert json.loads(report("--json", code=0).stdout)["not_begun"] == [str(root / names[5])]
+    save(RunFiles(root / names[1]).result, RunResult(status="failed", exit_code=70, step=1))
+    add_sweep(root, {("adamw", 0.01): {2: 3.3}})
+    assert "so far" not in report(code=0).stdout, "a run that failed is one that has ended"
+
+
+def test_the_run_behind_html_is_put_where_it_belongs(tmp_path: Path) -> None:
+    """There is no other run here, so that is no reason to say so."""
+    files = make_run(tmp_path / "lr=0.001_seed=1", steps=3)
+    for option in ((), ("--compare",)):
+        said = canzona("report", *option, "--html", files.root.name, cwd=tmp_path, code=2).stderr
+        assert "write lr=0.001_seed=1 --html lr=0.001_seed=1.html" in " ".join(said.split())
 
 
 def test_a_damaged_prediction_is_noted(tmp_path: Path) -> None:

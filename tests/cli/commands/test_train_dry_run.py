@@ -179,7 +179,7 @@ def test_a_dry_run_where_the_run_would_lack_something_ends_with_3_after_showing_
     assert words in " ".join(result.stderr.split())
 
 
-def test_a_dry_run_shows_the_run_and_ends_with_the_code_that_the_run_would(tmp_path: Path) -> None:
+def test_a_dry_run_shows_no_run_that_is_refused_for_its_directory(tmp_path: Path) -> None:
     """The dry run is in the directory of a run that is done, by its recipe or by its own settings."""
     folder = tmp_path / "run"
     folder.mkdir()
@@ -189,7 +189,7 @@ def test_a_dry_run_shows_the_run_and_ends_with_the_code_that_the_run_would(tmp_p
     save(files.result, RunResult(status="done", exit_code=0, step=5))
     for typed in (("train", *TINY, "train.steps=5", f"run.dir={folder}"), ("resume", folder)):
         done = canzona(*map(str, typed), "--dry-run", cwd=tmp_path, code=2)
-        assert done.stdout.startswith("recipe ")
+        assert done.stdout == ""
         assert "has finished all 5 steps" in " ".join(done.stderr.split())
     longer = canzona("resume", str(folder), "train.steps=9", "--dry-run", cwd=tmp_path, code=0)
     assert "9 steps" in longer.stdout

@@ -8,7 +8,7 @@ import pytest
 
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.records.files import RunFiles, read_json
-from canzona_cli.records.words import duration
+from canzona_cli.records.words import duration, size
 from tests.cli.commands.support import canzona, start_stand_in
 
 TINY = ("recipe=qwen3-tiny", "gpus=1", "train.steps=1", "model.num_layers=1")
@@ -21,7 +21,7 @@ def ending_of(config: RunConfig) -> dict[str, str]:
 
 
 def results(root: Path) -> dict[str, tuple[object, object]]:
-    found = {path.name: read_json(RunFiles(path).result) or {} for path in sorted(root.iterdir())}
+    found = {path.name: read_json(RunFiles(path).result) or {} for path in sorted(root.iterdir()) if path.is_dir()}
     return {name: (result["status"], result["exit_code"]) for name, result in found.items()}
 
 
@@ -40,7 +40,7 @@ def test_each_run_has_its_turn_whatever_became_of_the_others_and_the_sweep_goes_
         "seed=4": ("interrupted", 130),
     }, "the one that failed cost no other; Ctrl-C ends the sweep"
     said = " ".join(done.stderr.split())
-    assert "not started: train.seed=5" in said
+    assert "5 runs so far: 2 done, 1 failed, 1 interrupted, 1 not begun" in " ".join(done.stdout.split())
     assert "run.dir=" in said
     lines = [line for line in done.stdout.splitlines() if " of 5: " in line]
     assert [line.split(": done")[0] for line in lines if ": done" in line] == [
@@ -65,6 +65,36 @@ def test_each_run_has_its_turn_whatever_became_of_the_others_and_the_sweep_goes_
     assert results(root)["seed=5"] == ("done", 0)
 
 
+def test_a_sweep_goes_on_in_its_directory_only_with_its_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A finished run is kept, so with other steps it would be compared with runs of another schedule."""
+    start_stand_in(monkeypatch, lambda _: {"STAND_IN": "done@1"})
+    train = partial(canzona, "train", *TINY, "--sweep", "run.dir=sweep", cwd=tmp_path)
+    train("train.seed=1,2", code=0)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    other = ("train.seed=1,2,3", "train.steps=100", "optimizer=soap", "optimizer.lr=0.5", "model.init_std=0.1")
+    for dry_run in ((), ("--dry-run",)):
+        refused = train(*other, *dry_run, code=2)
+        said = " ".join(refused.stderr.split())
+        assert "3 problems" in said, "soap's settings are not named one by one, nor is the schedule of 100 steps"
+        for key, was, now in (
+            ("train.steps", "1", "100"),
+            ("optimizer", "muon", "soap"),
+            ("model.init_std", "0.02", "0.1"),
+        ):
+            assert f"{key} = {now} is {was} in 2 runs of the earlier sweep in" in said
+            assert f"sweep-2 for another sweep, or {key}={was} to go on" in said
+        assert refused.stdout == ""
+        assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    again = train("train.seed=1,2", "gpus=1", "checkpoint.keep=2", code=0)
+    assert again.stderr.count("is already finished") == 2, "these settings change no loss"
+    more = train("train.seed=2,3", code=0)
+    assert more.stderr.count("is already finished") == 1
+    assert results(tmp_path / "sweep") == dict.fromkeys(("seed=1", "seed=2", "seed=3"), ("done", 0))
+    assert "3 runs; training loss" in " ".join(more.stdout.split()), "all runs of the directory are compared"
+
+
 def test_a_dry_run_of_a_sweep_is_one_table_and_says_what_is_common_once(tmp_path: Path) -> None:
     asked = ("train", "recipe=qwen3-8b", "--sweep", "gpus=8,16", "optimizer.lr=1e-3,3e-3", "--dry-run")
     done = canzona(*asked, cwd=tmp_path, environment={"COLUMNS": "80", "CUDA_VISIBLE_DEVICES": ""}, code=0)
@@ -79,11 +109,20 @@ def test_a_dry_run_of_a_sweep_is_one_table_and_says_what_is_common_once(tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dry_run_of_a_sweep_adds_up_the_planned_time_of_its_runs(tmp_path: Path) -> None:
-    asked = ("recipe=qwen3-8b", "gpus=8", "train.steps=1000", "--dry-run", "--json")
-    one = json.loads(canzona("train", *asked, cwd=tmp_path, code=0).stdout)["outlook"]["training_s"]
-    done = canzona("train", *asked[:-1], "--sweep", "train.seed=1,2,3", cwd=tmp_path, code=0)
-    assert f"3 runs, one after another: {duration(3 * one)} of steps (planned)" in " ".join(done.stdout.split())
+def test_a_dry_run_of_a_sweep_adds_up_what_its_runs_need(tmp_path: Path) -> None:
+    asked = ("train", "recipe=qwen3-8b", "gpus=8", "train.steps=1000", "--dry-run")
+    runs = [
+        json.loads(canzona(*asked, f"optimizer={name}", "--json", cwd=tmp_path, code=0).stdout)
+        for name in ("muon", "adamw")
+    ]
+    outlooks = [run["outlook"] for run in runs]
+    seconds = sum(outlook["training_s"] for outlook in outlooks)
+    disk = sum(outlook["checkpoints_kept"] * outlook["checkpoint_bytes"] for outlook in outlooks)
+    memory = max(run["memory"]["total_bytes"] for run in runs)
+    done = canzona(*asked, "--sweep", "optimizer=muon,adamw", "train.seed=1,2,3", cwd=tmp_path, code=0)
+    said = " ".join(done.stdout.split())
+    assert f"6 runs, one after another: {duration(3 * seconds)} of steps (planned)" in said
+    assert f"; {size(3 * disk)} on disk, at most {memory / 2**30:.2f} GiB on a rank" in said
 
 
 def test_long_names_of_runs_stay_on_one_line_and_an_unknown_time_is_said(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from canzona_cli.cli.outlook import outlook
-from canzona_cli.cli.views.header import describe_plan, outlook_rows
+from canzona_cli.cli.views.header import describe_plan, header_rows, outlook_rows
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.resolve import resolve
 from canzona_cli.core.planner.make import make_plan
@@ -26,3 +26,12 @@ def test_an_unmeasured_cpu_profile_predicts_no_times(measured_on: dict[str, str 
     assert ("speed" in rows, "canzona calibrate" in rows["training"]) == (known, not known)
     found = ObtainedPlan(plan=make_plan(config.setup, layout), path=None)
     assert ("predicted" in describe_plan(found, config)) == known
+
+
+def test_parts_of_gpt2_are_named() -> None:
+    parts = ("model.layernorm=true", "model.biases=true", "model.gated=false", "model.positions=256")
+    for given in ((), parts[2:], parts):
+        run = resolve(compose_run(["recipe=llama3-tiny", "gpus=1", *given]).config)
+        words = {"gated": "GELU", "layernorm": "LayerNorm", "biases": "biases", "positions": "256 learned positions"}
+        row = dict(header_rows(*run))["recipe"]
+        assert [name for name, text in words.items() if text in row] == [*run[0].model.parts_of_gpt2]
