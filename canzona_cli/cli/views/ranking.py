@@ -266,7 +266,7 @@ def _runs_table(ranking: Ranking) -> GroupedTable:
             figures = run_figures(run)
             last = (step_time(figures["step_s"]), size(figures["peak_memory_bytes"]))
             rows.append((name, (label, run.status, f"{run.step:,}", _loss(loss), *last)))
-    return rows_table(["group", "status", "steps", ranking.by, "step", "memory"], rows, head="run")
+    return rows_table(["group", "status", "steps", ranking.by, "step", "memory"], rows, head="run", needed=5)
 
 
 def run_names(runs: Sequence[RunSummary]) -> list[str]:

@@ -80,6 +80,14 @@ def test_every_run_has_a_line_if_asked(sweep: Path) -> None:
         assert line[1] in OPTIMIZERS
 
 
+def test_at_80_columns_the_runs_are_one_table(tmp_path: Path) -> None:
+    ranking = ranked(add_sweep(tmp_path, {key: losses for key, losses in SWEEP.items() if key[0] == "normuon"}))
+    for width, shown in ((80, False), (120, True)):
+        text = printed(RankingView(ranking=ranking, verbose=True), width)
+        assert text.count("\noptimizer=normuon_lr=0.003_seed=1 ") == 1
+        assert ("memory" in text) == shown
+
+
 def test_no_group_is_called_better_whose_best_rate_is_at_the_edge(tmp_path: Path) -> None:
     losses = {
         (name, lr): {seed: loss - lr + 0.001 * seed for seed in (1, 2, 3)}
