@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from canzona_cli.config.compose import compose_run, load_resolved
+from canzona_cli.config.run_file import load_known
 from canzona_cli.core.errors import CanzonaError
 from canzona_cli.core.planner.plan_file import read_plan
 from canzona_cli.data.tokenizers import load_json_tokenizer
@@ -31,6 +32,7 @@ def yaml_trap(made: Path) -> bytes:
 
 READERS: dict[str, Callable[[Path], object]] = {
     "run's config.yaml": load_resolved,
+    "run's config.yaml to report": load_known,
     "recipe": lambda path: compose_run([f"recipe={path}"]),
     "cluster profile": lambda path: compose_run(["recipe=tiny", f"cluster={path}"]),
     "plan": read_plan,

@@ -124,4 +124,5 @@ def _same_class(previous: object, value: object) -> bool:
 
 
 def value_text(value: object) -> str:
+    """Formats the value of a setting as a user types it."""
     return f"{value:g}" if isinstance(value, float) else override_text(value)

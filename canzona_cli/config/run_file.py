@@ -1,6 +1,6 @@
 """A run's config.yaml: which file it is, what it contains, and which of its values another run chooses again."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from canzona_cli.config.recipes import WRITTEN
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.secrets import content_problems
-from canzona_cli.config.settings import leaves, sections, settings, tree_of
+from canzona_cli.config.settings import leaves, sections, settings
 from canzona_cli.config.typed import build
 from canzona_cli.core.errors import ConfigError, Problem, refuse
 from canzona_cli.core.reading import display_path, read_yaml
@@ -55,9 +55,15 @@ def load_known(path: Path) -> tuple[RunConfig, Mapping[str, object]]:
         ConfigError: the file has other problems.
     """
     tree = read_yaml(path)
-    unknown = dict(_unknown(tree))
-    known = {key: value for key, value in leaves(tree) if key not in unknown}
-    return _build(tree_of(known), path), unknown
+    unknown = _unknown(tree)
+    known = {
+        name: {key: each for key, each in part.items() if f"{name}.{key}" not in unknown}
+        if name in sections() and isinstance(part, Mapping)
+        else part
+        for name, part in tree.items()
+        if name not in unknown
+    }
+    return _build(known, path), unknown
 
 
 def _build(tree: dict[str, object], path: Path) -> RunConfig:
@@ -70,17 +76,15 @@ def _build(tree: dict[str, object], path: Path) -> RunConfig:
 
 def other_version(tree: Mapping[str, object], path: Path) -> list[Problem]:
     """Returns a problem if the config.yaml of a run has a setting that this version of canzona does not have."""
-    unknown = next(_unknown(tree), None)
-    if unknown is None:
+    if not (unknown := _unknown(tree)):
         return []
-    reason = f"{OTHER_VERSION} {unknown[0]}"
     fix = "use the version of canzona that made it, or start a new run from a recipe"
-    return [Problem(display_path(path), reason, fix)]
+    return [Problem(display_path(path), f"{OTHER_VERSION} {next(iter(unknown))}", fix)]
 
 
-def _unknown(tree: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """Yields the settings that this version of canzona does not have."""
-    return ((key, value) for key, value in leaves(tree) if key not in settings() and key not in sections())
+def _unknown(tree: Mapping[str, object]) -> dict[str, object]:
+    """Returns the settings that this version of canzona does not have."""
+    return {key: value for key, value in leaves(tree) if key not in settings() and key not in sections()}
 
 
 def dump_resolved(config: RunConfig) -> str:

@@ -19,12 +19,7 @@ if TYPE_CHECKING:
     from canzona_cli.records.corpus import PreparedCorpus
 
 
-_PARTS: Final = {
-    "gated": "GELU",
-    "layernorm": "LayerNorm",
-    "biases": "biases",
-    "positions": "{:,} learned positions",
-}
+_PARTS: Final = {"gated": "GELU", "layernorm": "LayerNorm", "biases": "biases", "positions": "{:,} learned positions"}
 """The parts of GPT-2 by the settings that choose them."""
 
 
