@@ -66,6 +66,8 @@ def sweep(
         _describe_all(runs, root, recipes_dirs, requests, prepare_only=prepare_only, show_config=show_config)
         return
     _write_plan(planned, root)
+    if len(runs) > 1:
+        tell(f"{len(runs)} runs in {root}; while they train: canzona report --compare {shlex.quote(str(root))}", "dim")
     code = _train_all(runs, root, recipes_dirs, requests)
     if len(runs) > 1:
         _summarise(root, stopped=code in _STOPPED)

@@ -40,6 +40,7 @@ def test_each_run_has_its_turn_whatever_became_of_the_others_and_the_sweep_goes_
         "seed=4": ("interrupted", 130),
     }, "the one that failed cost no other; Ctrl-C ends the sweep"
     said = " ".join(done.stderr.split())
+    assert said.startswith(f"5 runs in {root}; while they train: canzona report --compare '{root}'")
     assert "5 runs so far: 2 done, 1 failed, 1 interrupted, 1 not begun" in " ".join(done.stdout.split())
     assert "run.dir=" in said
     lines = [line for line in done.stdout.splitlines() if " of 5: " in line]
@@ -162,6 +163,14 @@ def test_task_k_of_an_array_is_combination_k_in_one_directory_with_the_others(tm
         assert done.stdout.count("resolved configuration") == 1
     outside = canzona(*arguments, cwd=tmp_path, environment=STEP | {"SLURM_ARRAY_TASK_ID": "4"}, code=2)
     assert "tasks 0 to 3" in " ".join(outside.stderr.split())
+
+
+def test_a_task_of_an_array_knows_the_runs_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_stand_in(monkeypatch, lambda _: {"STAND_IN": "done@1"})
+    step = STEP | {"SLURM_ARRAY_TASK_ID": "1"}
+    canzona("train", *TINY, "--sweep", "train.seed=1,2,3", cwd=tmp_path, environment=step, code=0)
+    said = canzona("report", "--compare", "runs/sweep-40", cwd=tmp_path, code=2).stderr
+    assert "3 runs so far: 1 done, 2 not begun" in " ".join(said.split())
 
 
 def test_a_sweep_is_an_array_of_as_many_tasks_as_runs(tmp_path: Path) -> None:
