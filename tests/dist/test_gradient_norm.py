@@ -89,11 +89,10 @@ USUALLY: list[Run] = [
     *(("tiny", layout, "canzona") for layout in ("tp2", "dp2", "pp2")),
 ]
 SWEPT: list[Run] = [
-    (model, layout, update)
-    for model in MODELS
-    for layout in LAYOUTS
-    for update in UPDATES
-    if (model, layout, update) not in USUALLY
+    *(("tiny", layout, update) for layout in LAYOUTS for update in UPDATES if ("tiny", layout, update) not in USUALLY),
+    *(("mini", layout, "canzona") for layout in LAYOUTS),
+    # Making a model and its masters on each rank takes long: the others only with the longest and the shortest slices.
+    *(("mini", layout, update) for layout in ("one rank", "tp2 dp2") for update in ("sc", "adamw")),
 ]
 RUNS = Runs(USUALLY, lambda run: (run[0], LAYOUTS[run[1]]), _first_norms, SWEPT)
 
