@@ -2,8 +2,8 @@
 
 | file | contents |
 | --- | --- |
-| `page`, `tables` | the parts of all views: wrapped lines and tables |
-| `charts`, `curves` | charts, drawn with characters in a terminal and as SVG in an HTML page |
+| `page` | the parts of all views: wrapped lines and tables |
+| `charts` | charts, drawn with characters in a terminal and as SVG in an HTML page |
 | `markup`, `document` | the HTML page of a view (`--html`), with the same text |
 | `header` | the description of a run, shared by all commands |
 | `errors` | the error messages of all commands |

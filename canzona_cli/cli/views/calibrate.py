@@ -11,8 +11,7 @@ from rich.text import Text
 
 from canzona_cli.bench.calibrate.calibrate import Calibration
 from canzona_cli.bench.calibrate.profile import Measurement, Quantity, measured_runs
-from canzona_cli.cli.views.page import Page, Screen, paragraph
-from canzona_cli.cli.views.tables import Table
+from canzona_cli.cli.views.page import Page, Screen, Table, paragraph
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.links import Group, Links
 from canzona_cli.core.costs.update import Implementation, adamw_seconds, algorithm_of, label, matmul_rate, seconds

@@ -17,8 +17,7 @@ from canzona_cli.checkpoint.contents import Verified, saved_config, verify_chose
 from canzona_cli.checkpoint.manifest import Manifest, tensor_bytes
 from canzona_cli.checkpoint.store import ChosenCheckpoints, StoredCheckpoint
 from canzona_cli.cli.views.header import describe_layout, header_rows, optimizer_words
-from canzona_cli.cli.views.page import Page, Screen, joined, labelled_rows, note, paragraph
-from canzona_cli.cli.views.tables import Cell, Table, rows_table
+from canzona_cli.cli.views.page import Cell, Page, Screen, Table, joined, labelled_rows, note, paragraph, rows_table
 from canzona_cli.core.errors import Problem
 from canzona_cli.core.setup import Layout
 from canzona_cli.records.codec import load_if_valid

@@ -10,8 +10,7 @@ from rich.text import Text
 
 from canzona_cli.cli.outlook import Outlook, outlook
 from canzona_cli.cli.views.header import layout_name, optimizer_words, rank_word
-from canzona_cli.cli.views.page import Page, Screen, note, paragraph, section_head
-from canzona_cli.cli.views.tables import Table, rows_table
+from canzona_cli.cli.views.page import Page, Screen, Table, note, paragraph, rows_table, section_head
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.overrides import key_of
 from canzona_cli.config.resolve import resolve

@@ -8,8 +8,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from canzona_cli.bench.links import SLOW, LinkCheck, bus_gb_per_s
-from canzona_cli.cli.views.page import Page, Screen, joined, note, paragraph, remarks
-from canzona_cli.cli.views.tables import Table
+from canzona_cli.cli.views.page import Page, Screen, Table, joined, note, paragraph, remarks
 from canzona_cli.config.profiles import Profile
 from canzona_cli.core.reading import display_path
 from canzona_cli.launch.doctor import Diagnosis, Finding, Status

@@ -10,8 +10,7 @@ import rich.table
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.cli.views.page import Page, Screen
-from canzona_cli.cli.views.tables import Cell, Columns, GroupedTable, column
+from canzona_cli.cli.views.page import Cell, Columns, GroupedTable, Page, Screen, column
 from canzona_cli.records.words import clean
 
 _CLASSES = ("bold", "dim", "yellow", "red", "green")

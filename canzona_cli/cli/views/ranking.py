@@ -12,12 +12,20 @@ from typing import Literal, get_args
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.cli.views.charts import phase_bar, step_bars
+from canzona_cli.cli.views.charts import Curve, Curves, phase_bar, side_by_side, step_bars
 from canzona_cli.cli.views.compare import RunPairView, setting_value
-from canzona_cli.cli.views.curves import Curve, Curves, side_by_side
 from canzona_cli.cli.views.document import Document, sections
-from canzona_cli.cli.views.page import Page, Screen, note, paragraph, section_head
-from canzona_cli.cli.views.tables import Columns, GroupedTable, column, rows_table
+from canzona_cli.cli.views.page import (
+    Columns,
+    GroupedTable,
+    Page,
+    Screen,
+    column,
+    note,
+    paragraph,
+    rows_table,
+    section_head,
+)
 from canzona_cli.records.compare import compare_two, run_figures
 from canzona_cli.records.groups import (
     JUDGED_SEEDS,
@@ -334,7 +342,7 @@ def _loss_curves(ranking: Ranking, labels: Sequence[str], by: By) -> Curves:
         curves.append(Curve(name=name, points=points, group=label, dots=by == "validation" and len(points) < 100))
     first = min((curve.points[0][0] for curve in curves if curve.points), default=begin)
     smoothed = f", mean of {SMOOTHED_STEPS} steps" if by == "training" else ""
-    return Curves(title=f"{by} loss{smoothed}, from step {first:,.0f}", curves=curves, numbers=_loss, show=_loss)
+    return Curves(title=f"{by} loss{smoothed}, from step {first:,.0f}", curves=curves, show=_loss)
 
 
 def _losses_by_rate(ranking: Ranking, labels: Sequence[str]) -> Iterator[Curves]:

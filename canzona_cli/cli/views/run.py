@@ -6,11 +6,19 @@ from dataclasses import dataclass
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.cli.views.charts import Bars, phase_bar, step_bars
-from canzona_cli.cli.views.curves import Curve, Curves
+from canzona_cli.cli.views.charts import Bars, phase_bar, sparkline, step_bars
 from canzona_cli.cli.views.header import batch_factors, describe_layout, optimizer_words
-from canzona_cli.cli.views.page import Page, Paragraph, Screen, joined, labelled_rows, paragraph, remarks, section_head
-from canzona_cli.cli.views.tables import Table
+from canzona_cli.cli.views.page import (
+    Page,
+    Paragraph,
+    Screen,
+    Table,
+    joined,
+    labelled_rows,
+    paragraph,
+    remarks,
+    section_head,
+)
 from canzona_cli.cli.views.train_state import loss_change
 from canzona_cli.core.phases import LABELS
 from canzona_cli.records.breakdown import CALIBRATE, Breakdown, PhaseTime, relative_error
@@ -48,7 +56,7 @@ class RunView(Page):
 
     summary: RunSummary
     verbose: bool = False
-    """True to show the time of every phase, and a taller curve."""
+    """True to show the time of every phase."""
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         summary = self.summary
@@ -59,8 +67,8 @@ class RunView(Page):
         yield from self.figures()
         if len(summary.losses) > 1:
             yield Text()
-            rows = 9 if self.verbose else 6
-            yield Curves(title="loss", curves=[Curve(name="training", points=summary.losses)], rows=rows)
+            losses = [loss for _, loss in summary.losses]
+            yield Text(f"  {sparkline(losses, min(screen.width, 100) - 4)}", style="cyan", no_wrap=True)
         if summary.breakdown is not None:
             yield Text()
             yield BreakdownView(breakdown=summary.breakdown, brief=not self.verbose)

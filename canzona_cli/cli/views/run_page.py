@@ -10,13 +10,23 @@ from statistics import mean
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.cli.views.charts import MEMORY, Bar, Bars, Lane, Lanes, LoadMaps, planned_lanes
-from canzona_cli.cli.views.curves import Curve, Curves, loss_curve, side_by_side
+from canzona_cli.cli.views.charts import (
+    MEMORY,
+    Bar,
+    Bars,
+    Curve,
+    Curves,
+    Lane,
+    Lanes,
+    LoadMaps,
+    loss_curve,
+    planned_lanes,
+    side_by_side,
+)
 from canzona_cli.cli.views.document import Document, Mood, sections
 from canzona_cli.cli.views.markup import Html, fact_list, foldable, table_html, tag
-from canzona_cli.cli.views.page import note, remarks, section_head
+from canzona_cli.cli.views.page import Cell, Table, note, remarks, section_head
 from canzona_cli.cli.views.run import BreakdownView, RunView
-from canzona_cli.cli.views.tables import Cell, Table
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import leaves, override_text
 from canzona_cli.core.costs.memory import GIB
@@ -110,7 +120,7 @@ def _loss(summary: RunSummary) -> Iterator[RenderableType]:
         *(loss_curve(name, points) for name, points in validations.items()),
     ]
     yield section_head("Loss", ", nats per token, mean over the global batch; validation always on the same samples")
-    yield Curves(title="loss", curves=curves, numbers=partial(number, spec=".4f"))
+    yield Curves(title="loss", curves=curves)
 
 
 def _curves(summary: RunSummary) -> Iterator[RenderableType]:

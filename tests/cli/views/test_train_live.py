@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from canzona_cli.cli.views.curves import line_chart, progress_bar, sparkline
+from canzona_cli.cli.views.charts import progress_bar, sparkline
 from canzona_cli.cli.views.train import ConsoleView, LiveView, PlainView, make_view
 from canzona_cli.cli.views.train_state import History, TrainState
 from canzona_cli.launch.view import EarlierSteps, TrainView
@@ -91,15 +91,6 @@ def test_a_view_reads_as_it_did(width: int) -> None:
     view.close()
     shown = "\n".join([*lines, "", *screen(text_of(view._console), width)]) + "\n"
     assert shown == (Path(__file__).parent / f"live-{width}.txt").read_text(encoding="utf-8")
-
-
-def test_a_terminal_that_is_too_low_gets_a_sparkline_for_a_curve() -> None:
-    view = started(120, Clock())
-    low = frame(view, 120, height=10)
-    view.close()
-    assert len(low) <= 10
-    assert not any("┤" in line for line in low)
-    assert re.search("[▁▂▃▄▅▆▇█]{20}", "\n".join(low))
 
 
 def test_the_stage_under_way_counts_its_seconds() -> None:
@@ -423,15 +414,6 @@ def test_no_color_is_honoured() -> None:
     colours = re.compile(r"\x1b\[[0-9;]*3[0-7][0-9;]*m")
     assert colours.search(on_terminal(80))
     assert not colours.search(on_terminal(80, NO_COLOR="1"))
-
-
-@pytest.mark.parametrize(
-    "points", [[(1.0, 2.0)], [(1.0, 2.0), (2.0, 2.0)], [(float(i), 5.0 / i) for i in range(1, 500)]]
-)
-def test_a_chart_has_the_size_asked_for(points: list[tuple[float, float]]) -> None:
-    lines = line_chart(points, 60, 8)
-    assert len(lines) == 8
-    assert max(map(len, lines)) <= 60
 
 
 @pytest.mark.parametrize(
