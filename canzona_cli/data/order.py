@@ -4,7 +4,7 @@ Megatron reads a set in epochs. It shuffles the documents of all epochs together
 shuffles the samples (`GPTDataset._build_document_sample_shuffle_indices`). If a run reads less than four
 fifths of its last epoch, the documents and samples of that epoch are shuffled separately and come last. So
 the order depends on the number of samples that the whole run reads, and may change if a run is resumed with
-other settings. `Order` has everything on which it depends; `count_reads` counts what a change repeats.
+other settings. `Order` has everything on which it depends.
 """
 
 import math
@@ -13,12 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from canzona_cli.records.corpus import DataPlan, PreparedCorpus
 
 _LAST_EPOCH_SHARE: Final = 0.8
-Positions = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,76 +113,3 @@ def set_positions(plan: DataPlan, done: int, count: Callable[[Sequence[float], i
 def about_by_share(shares: Sequence[float], samples: int) -> list[int]:
     """Returns how many of the first `samples` samples of a blend are of each set, to within one sample."""
     return [round(share * samples) for share in shares]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reads:
-    """The numbers of tokens of a set that a run reads not at all, and more often than it has epochs."""
-
-    never: int
-    too_often: int
-
-
-def count_reads(lengths: npt.NDArray[np.int32], parts: Sequence[tuple[Order, int, int]], *, epochs: int) -> Reads:
-    """Counts how often the tokens of a set are read.
-
-    Args:
-        lengths: the number of tokens of each sequence to train on.
-        parts: (order, first, last) for each part of the run, which reads the samples [first, last) of this
-            order.
-        epochs: the number of reads above which a token counts as read too often.
-    """
-    starts, ends = (
-        np.concatenate(positions)
-        for positions in zip(*(_stretches(lengths, order, first, last) for order, first, last in parts), strict=True)
-    )
-    places = np.concatenate([starts, ends])
-    by_place = np.argsort(places, kind="stable")
-    # The number of reads of the tokens after each place.
-    reads = np.cumsum(np.concatenate([np.ones_like(starts), -np.ones_like(ends)])[by_place])[:-1]
-    tokens = np.diff(places[by_place])
-    total = int(lengths.sum(dtype=np.int64))
-    return Reads(never=total - int(tokens[reads > 0].sum()), too_often=int(tokens[reads > epochs].sum()))
-
-
-def _stretches(lengths: npt.NDArray[np.int32], order: Order, first: int, last: int) -> tuple[Positions, Positions]:
-    """Returns the starts and the ends of the stretches of text in the samples [first, last), as positions in
-    the set's tokens. A stretch lies in one sequence of the set."""
-    random = np.random.RandomState(order.seed)
-    sequences, samples = _shuffled(len(lengths), order, random)
-    ends = np.cumsum(lengths[sequences], dtype=np.int64)  # in the tokens of all epochs, in their order
-    begins = ends - lengths[sequences]
-    place = np.cumsum(lengths, dtype=np.int64) - lengths  # of each sequence in the set
-    starts = np.sort(samples[first:last].astype(np.int64)) * order.seq_length
-    stops = starts + order.seq_length
-    earliest = np.searchsorted(ends, starts, side="right")
-    latest = np.searchsorted(ends, stops, side="left")
-    counts = latest - earliest + 1
-    sample = np.repeat(np.arange(len(starts)), counts)
-    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    part = earliest[sample] + within
-    shift = place[sequences[part]] - begins[part]
-    return np.maximum(starts[sample], begins[part]) + shift, np.minimum(stops[sample], ends[part]) + shift
-
-
-def _shuffled(
-    sequences: int, order: Order, random: np.random.RandomState
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint32]]:
-    """Returns the sequences of all epochs, and the numbers of the samples, in the order of reading."""
-
-    def documents(epochs: int) -> npt.NDArray[np.int32]:
-        found = np.tile(np.arange(sequences, dtype=np.int32), epochs)
-        random.shuffle(found)
-        return found
-
-    def samples(start: int, stop: int) -> npt.NDArray[np.uint32]:
-        found = np.arange(start, stop, dtype=np.uint32)
-        random.shuffle(found)
-        return found
-
-    if not order.separate_last:
-        return documents(order.epochs), samples(0, order.samples)
-    of_documents = np.concatenate([documents(order.epochs - 1), documents(1)])
-    return of_documents, np.concatenate(
-        [samples(0, order.samples_before_last), samples(order.samples_before_last, order.samples)]
-    )

@@ -48,6 +48,7 @@ _REMOVED: Mapping[str, str] = {
     "report --trace": "train with run.profile_steps=[FIRST,LAST]: torch's profiler writes a Chrome trace of each rank",
     "train --profile": "write run.profile_steps=[FIRST,LAST]",
     "train --weights-from": "write init=RUN, or the path of a checkpoint or a Hugging Face folder",
+    "checkpoint show": "use canzona checkpoint list; manifest.json in a checkpoint lists its tensors",
     "eval --out": "--json prints the JSON: canzona eval RUN --json > FILE.json",
 }
 """The fixes for removed commands and options; an option or a subcommand is preceded by its command."""
