@@ -12,13 +12,13 @@ from canzona_cli.config.overrides import text_value
 from canzona_cli.config.recipes import (
     FROM_FILES,
     GROUPS,
+    WRITTEN,
     builtin_recipes_dir,
     closest_option,
     group_options,
     shadows_builtin,
     user_recipes_dirs,
 )
-from canzona_cli.config.run_file import is_of_run
 from canzona_cli.config.secrets import REFERENCE, content_problems
 from canzona_cli.config.settings import leaves, sections, settings, tree_of
 from canzona_cli.core.errors import ConfigError, Problem, refuse
@@ -270,6 +270,15 @@ def _contents(chosen: Mapping[str, Path]) -> dict[str, dict[str, object]]:
         run["dir"] = None  # another run with these settings must not reuse the directory
     contents["recipe"] = _as_option(contents["recipe"], chosen)
     return contents
+
+
+def is_of_run(file: Path) -> bool:
+    """Returns True if a file is the resolved configuration of a run or a checkpoint: it lies beside the layout that
+    was chosen for it, or in the run directory that it names."""
+    if file.name != WRITTEN or (file.parent / "layout.json").is_file():
+        return file.name == WRITTEN
+    run = read_yaml(file).get("run")
+    return isinstance(run, Mapping) and Path(str(run.get("dir"))).name == file.parent.name
 
 
 @contextmanager

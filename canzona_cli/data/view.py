@@ -9,9 +9,8 @@ import numpy as np
 
 from canzona_cli.config.schema import DataConfig
 from canzona_cli.data.corpus import saved_tokenizer
-from canzona_cli.data.division import held_out
-from canzona_cli.data.indexed import PairInfo, bin_path, inspect_pair
-from canzona_cli.data.sidecar import Sidecar, load_sidecar
+from canzona_cli.data.indexed import PairInfo, Sidecar, bin_path, inspect_pair, load_sidecar
+from canzona_cli.data.order import held_out
 from canzona_cli.data.tokenizers import TokenArray, Tokenizer
 
 BINS = 6

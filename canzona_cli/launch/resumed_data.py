@@ -11,6 +11,7 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import override_text
 from canzona_cli.core.errors import ConfigError, Problem, value_of
 from canzona_cli.core.setup import Layout
+from canzona_cli.data.indexed import saved_tokenizer_path
 from canzona_cli.data.order import (
     Order,
     about_by_share,
@@ -18,7 +19,6 @@ from canzona_cli.data.order import (
     order_of,
     set_sizes,
 )
-from canzona_cli.data.sidecar import saved_tokenizer_path
 from canzona_cli.data.tokenizers import read_backend
 from canzona_cli.launch.resume import Resumption
 from canzona_cli.records.corpus import DataPlan, PreparedCorpus, PreparedSet, samples_needed

@@ -22,8 +22,8 @@ from canzona_cli.core.errors import CanzonaError, ConfigError
 from canzona_cli.core.model.geometry import unit_shape
 from canzona_cli.core.setup import ModelConfig
 from canzona_cli.data import reading
+from canzona_cli.data.indexed import Tally
 from canzona_cli.data.reading import Reader, ReadSettings, pieces
-from canzona_cli.data.sidecar import Tally
 from canzona_cli.data.sources import find_sources
 from canzona_cli.data.tokenizers import load_json_tokenizer
 from tests.cli.commands.support import canzona

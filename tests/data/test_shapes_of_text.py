@@ -9,7 +9,7 @@ import pytest
 from pyarrow import parquet
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from canzona_cli.data.template import Unfilled, fill
+from canzona_cli.data.reading import Unfilled, fill
 from tests.cli.commands.support import canzona
 
 CHAT = ("--text-key", "messages", "--template", "{role}: {content}\\n")

@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from canzona_cli.core.errors import ConfigError, EnvironmentProblem
+from canzona_cli.data.indexed import Tally
 from canzona_cli.data.prepare import PrepareRequest, prepare
 from canzona_cli.data.reading import Batch, DocumentUnit, Reader, ReadSettings, cut_stream, piece_bytes, pieces
-from canzona_cli.data.sidecar import Tally
 from canzona_cli.data.sources import InputFormat, Source, find_sources, stdlib_digest, stdlib_sources
 
 

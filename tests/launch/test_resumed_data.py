@@ -15,9 +15,8 @@ from canzona_cli.core.errors import ConfigError
 from canzona_cli.core.reading import parse
 from canzona_cli.core.setup import Layout
 from canzona_cli.data.corpus import ensure_corpus
-from canzona_cli.data.indexed import inspect_pair
+from canzona_cli.data.indexed import inspect_pair, saved_tokenizer_path
 from canzona_cli.data.order import order_of
-from canzona_cli.data.sidecar import saved_tokenizer_path
 from canzona_cli.launch.resume import Resumption
 from canzona_cli.launch.resumed_data import check_tokenizer, data_changes, other_text
 from canzona_cli.records.codec import record_dict

@@ -15,10 +15,13 @@ from canzona_cli.config.settings import settings
 from canzona_cli.core.errors import ConfigError, EnvironmentProblem
 from canzona_cli.core.setup import ClusterConfig
 from canzona_cli.launch import slurm
-from canzona_cli.launch.slurm import SlurmStep, current_step, fill_in_step, first_host
-from canzona_cli.launch.slurm_job import (
+from canzona_cli.launch.slurm import (
     JobOptions,
+    SlurmStep,
+    current_step,
     directives_of,
+    fill_in_step,
+    first_host,
     job_problems,
     render,
     template_text,

@@ -49,6 +49,9 @@ _REMOVED: Mapping[str, str] = {
     "train --profile": "write run.profile_steps=[FIRST,LAST]",
     "train --weights-from": "write init=RUN, or the path of a checkpoint or a Hugging Face folder",
     "checkpoint show": "use canzona checkpoint list; manifest.json in a checkpoint lists its tensors",
+    "clusters list --json": "the files are YAML: canzona clusters show NAME",
+    "clusters show --json": "without it, the profile is printed as YAML",
+    "data show --json": "PREFIX.json has the facts as JSON",
     "eval --out": "--json prints the JSON: canzona eval RUN --json > FILE.json",
 }
 """The fixes for removed commands and options; an option or a subcommand is preceded by its command."""
@@ -75,6 +78,11 @@ def other_options(context: Any, words: Sequence[str], unknown: str) -> list[Prob
             value = next_word
         problems.append(_other_option(context, option, value))
     return problems or [_other_option(context, unknown, "")]
+
+
+def _command(context: Any) -> str:
+    """Returns the command as it is typed after `canzona`, such as `clusters list`."""
+    return str(context.command_path.partition(" ")[2])
 
 
 def _options(context: Any) -> list[str]:
@@ -120,7 +128,7 @@ def bad_usage(context: Any, error: Any, words: Sequence[str]) -> Problem:
     subcommands = getattr(context.command, "commands", {})
     if parameter is None and subcommands:
         word = words[0] if words else ""
-        if (instead := _REMOVED.get(f"{context.info_name} {word}")) is not None:
+        if (instead := _REMOVED.get(f"{_command(context)} {word}")) is not None:
             return Problem(key=f"{path} {word}", reason="was removed", fix=instead)
         near = closest(word, subcommands)
         existing = ", ".join(f"{path} {name}" for name in subcommands)
@@ -152,7 +160,7 @@ def _sentence(message: str) -> str:
 
 def _other_option(context: Any, option: str, value: str) -> Problem:
     """Suggests a replacement for one option: a setting, another option, or the help page."""
-    if (fix := _REMOVED.get(f"{context.info_name} {option}")) is not None:
+    if (fix := _REMOVED.get(f"{_command(context)} {option}")) is not None:
         return Problem(key=option, value=value or None, reason="was removed", fix=fix)
     near = closest(option, _options(context), cutoff=0.75)
     takes_overrides = any(part.name == "overrides" for part in context.command.params)

@@ -115,7 +115,7 @@ def plan(
     if from_megatron is not None:
         _show_beside_megatron(from_megatron, settings, dirs, json=json, verbose=verbose)
         return
-    from canzona_cli.cli.outlook import outlook
+    from canzona_cli.cli.views.header import outlook
     from canzona_cli.config.resolve import resolve
     from canzona_cli.core.costs.sharing import mode_warnings
     from canzona_cli.core.model.shapes import load_shapes

@@ -15,7 +15,7 @@ from canzona_cli.records.words import plural
 if TYPE_CHECKING:
     from canzona_cli.config.schema import RunConfig
     from canzona_cli.core.setup import Layout
-    from canzona_cli.launch.slurm_job import JobOptions, SubmittedJob
+    from canzona_cli.launch.slurm import JobOptions, SubmittedJob
 
 
 def slurm(
@@ -63,7 +63,7 @@ def slurm(
     """
     from canzona_cli.core.planner.plan_file import obtain_plan
     from canzona_cli.launch.preflight import container_problems
-    from canzona_cli.launch.slurm_job import JobOptions, directives_of, job_problems, needed
+    from canzona_cli.launch.slurm import JobOptions, directives_of, job_problems, needed
 
     typed = {
         "job-name": job_name,
@@ -114,7 +114,7 @@ def _resolve(arguments: list[str], recipes_dirs: list[Path]) -> tuple[tuple["Run
 
 
 def _print_script(config: "RunConfig", options: "JobOptions", arguments: list[str], *, as_json: bool) -> None:
-    from canzona_cli.launch.slurm_job import render
+    from canzona_cli.launch.slurm import render
 
     script = render(config, options, arguments)
     if as_json:
@@ -124,7 +124,7 @@ def _print_script(config: "RunConfig", options: "JobOptions", arguments: list[st
 
 
 def _submit(config: "RunConfig", options: "JobOptions", arguments: list[str], *, as_json: bool) -> None:
-    from canzona_cli.launch.slurm_job import render, submit, write_arguments
+    from canzona_cli.launch.slurm import render, submit, write_arguments
 
     name = options.directives.get("job-name", config.name)
     file = write_arguments(Path(config.run.root) / "slurm", name, arguments)

@@ -15,8 +15,7 @@ from typing import Final, Literal
 
 from rich.text import Text
 
-from canzona_cli.cli.views.markup import NOTHING, Html, Picture, key, percent, tag
-from canzona_cli.cli.views.page import Screen
+from canzona_cli.cli.views.page import NOTHING, Html, Picture, Screen, key, percent, tag
 from canzona_cli.core.phases import PHASES, STREAMS, Ink, Interval
 from canzona_cli.core.simulate.prediction import SimulatedEvent
 from canzona_cli.records.breakdown import streams_of

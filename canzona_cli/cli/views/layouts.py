@@ -8,8 +8,7 @@ from pathlib import Path
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.cli.outlook import Outlook, outlook
-from canzona_cli.cli.views.header import layout_name, optimizer_words, rank_word
+from canzona_cli.cli.views.header import Outlook, layout_name, optimizer_words, outlook, rank_word
 from canzona_cli.cli.views.page import Page, Screen, Table, note, paragraph, rows_table, section_head
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.overrides import key_of

@@ -10,9 +10,16 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.cli.outlook import Outlook, outlook
 from canzona_cli.cli.views.charts import MEMORY, Bar, Bars, Lanes, LoadMaps, planned_lanes
-from canzona_cli.cli.views.header import describe_batch, describe_layout, fast_path_rows, outlook_rows, rank_word
+from canzona_cli.cli.views.header import (
+    Outlook,
+    describe_batch,
+    describe_layout,
+    fast_path_rows,
+    outlook,
+    outlook_rows,
+    rank_word,
+)
 from canzona_cli.cli.views.page import (
     GroupedTable,
     Page,

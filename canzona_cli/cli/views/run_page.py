@@ -24,8 +24,18 @@ from canzona_cli.cli.views.charts import (
     side_by_side,
 )
 from canzona_cli.cli.views.document import Document, Mood, sections
-from canzona_cli.cli.views.markup import Html, fact_list, foldable, table_html, tag
-from canzona_cli.cli.views.page import Cell, Table, note, remarks, section_head
+from canzona_cli.cli.views.page import (
+    Cell,
+    Html,
+    Table,
+    fact_list,
+    foldable,
+    note,
+    remarks,
+    section_head,
+    table_html,
+    tag,
+)
 from canzona_cli.cli.views.run import BreakdownView, RunView
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import leaves, override_text

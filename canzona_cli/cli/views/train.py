@@ -113,7 +113,7 @@ class Frame:
             Text.assemble("  ", self._figure(*left, 10, 9), "   ", self._figure(*right, 13, 12), "   ")
             for left, right in batched(figures.items(), 2)
         ]
-        lines[0].append(sparkline(state.history.values, width - len(lines[0]) - 2), style="cyan")
+        lines[0].append(sparkline(state.losses, width - len(lines[0]) - 2), style="cyan")
         lines[2].append(f"{tokens_seen} {_SEEN}", style="dim")
         for line, (note, style) in zip((lines[1], lines[3]), self._notes(), strict=False):
             line.append(note, style=style)

@@ -45,6 +45,8 @@ def test_version() -> None:
         (["tune", "recipe=tiny", "--rounds", "3"], "use canzona plan --layouts, then canzona bench"),
         (["bench", "recipe=tiny", "--sweep", "gpus"], "use canzona train with --sweep"),
         (["bench", "--simulate", "--gpus", "8..64"], "use canzona plan recipe=NAME gpus=8,64,256"),
+        (["checkpoint", "show", "runs/a"], "use canzona checkpoint list"),
+        (["clusters", "list", "--json"], "canzona clusters show NAME"),
         (["recipes", "layouts", "qwen3-8b"], "use canzona plan recipe=NAME gpus=8,64,256"),
         (["train", "recipe=tiny", "--trace", "3-4"], "write run.profile_steps=[FIRST,LAST]"),
         (["train", "recipe=tiny", "--weights-from", "runs/a"], "write init=RUN"),

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from canzona_cli.cli.views.charts import progress_bar, sparkline
 from canzona_cli.cli.views.train import ConsoleView, LiveView, PlainView, make_view
-from canzona_cli.cli.views.train_state import History, TrainState
+from canzona_cli.cli.views.train_state import TrainState
 from canzona_cli.launch.view import EarlierSteps, TrainView
 from canzona_cli.records.records import Note, StageEvent, StepMetrics, ValidationLoss
 from canzona_cli.records.words import clean, count, duration, milliseconds, predicted_overhead, step_time
@@ -176,7 +176,7 @@ def test_a_loss_that_is_not_a_number_is_counted_and_kept_out_of_the_curve() -> N
     for loss in (5.0, None, math.nan, 4.0):  # the files hold null for NaN
         state.add_step(StepMetrics(step=1, loss=loss))
     assert state.non_finite == 2
-    assert state.history.values == [5.0, 4.0]
+    assert state.losses == [5.0, 4.0]
     assert state.smoothed is not None
     assert 4.0 < state.smoothed < 5.0
 
@@ -237,7 +237,7 @@ def test_a_resumed_run_shows_the_curve_it_goes_on_and_its_own_pace(width: int) -
         view.note(Note(text="rank 2 is a straggler", warning=True))
         view.validation(ValidationLoss(step=31, loss=4.8121, sets={"code": 4.5, "web": None}))
         view.close()
-    assert (live.state.step, len(live.state.history.points)) == (31, 31)
+    assert (live.state.step, len(live.state.losses)) == (31, 31)
     assert live.state.validations == [(0, 9.7213), (31, 4.8121)]
     assert live.state.eta == pytest.approx((STEPS - 31) * 0.4)
     shown, told = text_of(out), text_of(pipe)
@@ -263,15 +263,6 @@ def test_eta_is_the_pace_by_wall_clock_and_counts_down() -> None:
     assert not state.stalled
     clock.now += 60
     assert state.stalled
-
-
-def test_a_long_history_is_thinned_but_keeps_its_shape() -> None:
-    history = History()
-    for step in range(100_000):
-        history.add(step, float(step))
-    assert len(history.points) <= 2048
-    assert all(value == pytest.approx(step) for step, value in history.points)
-    assert history.points[-1][0] > 99_000
 
 
 def plain_lines(step_s: float, steps: int = STEPS) -> list[str]:
