@@ -12,27 +12,11 @@ from typer import Argument, Option
 from canzona_cli.cli.commands.output import AsJson, RecipesDirs, key_values, show, tell
 from canzona_cli.config.overrides import key_of, text_value
 from canzona_cli.config.recipes import WRITTEN
-from canzona_cli.core.errors import CanzonaError, Clash, Problem, clashes, refuse
+from canzona_cli.core.errors import CanzonaError, Problem, refuse
 from canzona_cli.records.protection import mark_training_run
 
 if TYPE_CHECKING:
     from canzona_cli.cli.views.train_dry_run import DryRun
-
-CLASHES = (
-    Clash(
-        option="--prepare-only",
-        excludes="--dry-run",
-        reason="writes the run directory, but --dry-run writes nothing",
-        fix="leave out one of the two",
-    ),
-    Clash(
-        option="--json",
-        needs="a dry run",
-        reason="needs --dry-run or --prepare-only",
-        fix="add --dry-run; for the results of a run: canzona report --json",
-    ),
-    Clash(option="--json", excludes="--sweep", reason="shows only one run", fix="leave out --json, or --sweep"),
-)
 
 
 def train(
@@ -71,8 +55,15 @@ def train(
     from canzona_cli.launch.stop import Preempted, Requests, early_stop_outcome, handle_signals
 
     printed = dry_run or prepare_only
-    given = {"--prepare-only": prepare_only, "--json": as_json, "--dry-run": dry_run, "--sweep": sweep}
-    problems = [*clashes({**given, "a dry run": printed}, CLASHES)]
+    problems = []
+    if prepare_only and dry_run:
+        reason = "writes the run directory, but --dry-run writes nothing"
+        problems.append(Problem("--prepare-only", reason, "leave out one of the two"))
+    if as_json and not printed:
+        fix = "add --dry-run; for the results of a run: canzona report --json"
+        problems.append(Problem("--json", "needs --dry-run or --prepare-only", fix))
+    if as_json and sweep:
+        problems.append(Problem("--json", "shows only one run", "leave out --json, or --sweep"))
     if show_config and not printed:
         files = [text for text in overrides or () if "=" not in text]
         fix = f"write recipe={files[0]}" if files else "add --dry-run"
