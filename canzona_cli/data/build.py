@@ -19,12 +19,10 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from canzona_cli import __version__
 from canzona_cli.core.errors import ConfigError, EnvironmentProblem, Problem, refuse, write_error
 from canzona_cli.data.indexed import (
-    Lengths,
     PairWriter,
     Sidecar,
     Tally,
@@ -35,22 +33,18 @@ from canzona_cli.data.indexed import (
     sidecar_path,
 )
 from canzona_cli.data.reading import (
-    Batch,
     DocumentUnit,
     Reader,
     ReadSettings,
     fix_of,
     piece_bytes,
-    pieces,
 )
 from canzona_cli.data.sources import Source
 from canzona_cli.data.tokenizers import (
     SAMPLE_BYTES,
     ByteTokenizer,
-    TokenArray,
     Tokenizer,
     load_json_tokenizer,
-    token_dtype,
     train_bpe,
 )
 
@@ -121,18 +115,6 @@ class BuiltPair:
         return tuple(path for path in pair_files(self.prefix) if path.exists())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Encoded:
-    """The tokens of a batch."""
-
-    tokens: TokenArray
-    """The ids of all sequences, concatenated; eod is not included."""
-    lengths: Lengths
-    """The number of tokens of each sequence, shape [sequences]."""
-    last: npt.NDArray[np.bool_]
-    """True for each sequence that is the last of its document, shape [sequences]."""
-
-
 def pair_files(prefix: Path) -> tuple[Path, ...]:
     """Returns the paths of all files that a build may write at `prefix`."""
     return bin_path(prefix), idx_path(prefix), sidecar_path(prefix), saved_tokenizer_path(prefix)
@@ -189,19 +171,19 @@ def _tokenise(
     max_bad: int,
     on_progress: OnProgress,
 ) -> Tally:
-    """Tokenises and writes all documents; returns the counts over all inputs."""
-    tally, total = Tally(), _total_bytes(sources)
-    reader = Reader(settings=read_settings)
-    for item in chain.from_iterable(map(reader.read, sources)):
-        if isinstance(item, Batch):
-            encoded = encode(item, tokenizer, read_settings, tally)
-            writer.add(encoded.tokens, encoded.lengths, encoded.last)
-            _refuse_bad_lines(tally, max_bad, read_settings.text_key)
-        else:
-            tally.add(item)
+    """Tokenises and writes all documents; returns the counts over all inputs. The tokenizer's threads share the texts
+    of a batch among the cores."""
+    total, reader = _total_bytes(sources), Reader(settings=read_settings)
+    for batch in chain.from_iterable(map(reader.read, sources)):
+        sequences = tokenizer.encode_batch([piece.data for piece in batch])
+        tokens = np.concatenate([np.empty(0, writer.dtype), *sequences])
+        lengths = np.asarray([sequence.size for sequence in sequences], dtype=np.int32)
+        writer.add(tokens, lengths, np.asarray([piece.last for piece in batch], dtype=np.bool_))
+        _refuse_bad_lines(reader.tally, max_bad, read_settings.text_key)
         counts = {"tokens": writer.tokens, "documents": writer.documents}
         on_progress(Progress(stage="tokenise", done=reader.bytes_read, total=total, **counts))
-    return tally
+    reader.tally.replaced += tokenizer.replaced
+    return reader.tally
 
 
 def _make_tokenizer(
@@ -223,13 +205,9 @@ def _make_tokenizer(
     is_sample = False
 
     def texts() -> Iterator[bytes]:
-        tally = Tally()
-        for item in chain.from_iterable(reader.read(source) for source in sources):
-            if isinstance(item, Batch):
-                for piece in pieces(item, read_settings, tally):
-                    tally.text_bytes += len(piece.data)
-                    yield piece.data
-                _refuse_bad_lines(tally, settings.max_bad, read_settings.text_key)
+        for batch in chain.from_iterable(map(reader.read, sources)):
+            yield from (piece.data for piece in batch)
+            _refuse_bad_lines(reader.tally, settings.max_bad, read_settings.text_key)
 
     def sample() -> Iterator[bytes]:
         nonlocal sample_bytes, is_sample
@@ -311,22 +289,3 @@ def disk_problem(prefix: Path, error: OSError) -> EnvironmentProblem:
             free = shutil.disk_usage(prefix.parent).free
         fix = f"make room ({free / 2**20:,.0f} MiB are free) or choose another disk; no files were left behind"
     return write_error("--output", str(prefix), error, fix=fix)
-
-
-def encode(batch: Batch, tokenizer: Tokenizer, settings: ReadSettings, tally: Tally) -> Encoded:
-    """Reads and tokenises the texts of a batch, and adds what was read to `tally`. The tokenizer's threads share the
-    texts among the cores.
-
-    Raises:
-        ConfigError: the tokenizer fails.
-    """
-    texts = list(pieces(batch, settings, tally))
-    tally.text_bytes += sum(len(piece.data) for piece in texts)
-    replaced_before = tokenizer.replaced
-    sequences = tokenizer.encode_batch([piece.data for piece in texts])
-    tally.replaced += tokenizer.replaced - replaced_before
-    return Encoded(
-        tokens=np.concatenate([np.empty(0, token_dtype(tokenizer.vocab_size)), *sequences]),
-        lengths=np.asarray([sequence.size for sequence in sequences], dtype=np.int32),
-        last=np.asarray([piece.last for piece in texts], dtype=np.bool_),
-    )

@@ -381,7 +381,7 @@ class BadLine:
 
 @dataclass(kw_only=True)
 class Tally:
-    """The counts of text read and skipped, in one batch or in all batches so far."""
+    """The counts of text read and skipped so far."""
 
     text_bytes: int = 0
     """The bytes of the documents after decompression."""
@@ -413,17 +413,6 @@ class Tally:
         self.bad_kinds[line.kind] = self.bad_kinds.get(line.kind, 0) + 1
         if len(self.bad_lines) < _MOST_BAD_LINES:
             self.bad_lines.append(line)
-
-    def add(self, later: "Tally") -> None:
-        """Adds the counts of a later batch or input."""
-        self.text_bytes += later.text_bytes
-        self.empty += later.empty
-        self.replaced += later.replaced
-        for kind, count in later.bad_kinds.items():
-            self.bad_kinds[kind] = self.bad_kinds.get(kind, 0) + count
-        self.bad_lines = [*self.bad_lines, *later.bad_lines][:_MOST_BAD_LINES]
-        self.skipped += later.skipped
-        self.records += later.records
 
 
 @dataclass(frozen=True, kw_only=True)
