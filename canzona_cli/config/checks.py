@@ -223,10 +223,6 @@ def _cluster_problems(config: RunConfig) -> Iterator[Problem]:
         if not name.startswith("--") or name in SRUN_OPTIONS:
             reason = "is set by the job script" if name in SRUN_OPTIONS else "is not a long option of srun"
             yield Problem("cluster.srun_args", reason, "for example --container-image=FILE", value=option)
-    for option in cluster.sbatch:
-        if re.fullmatch(r"--[a-z][a-z0-9-]*(=.+)?", option, re.ASCII) is None:
-            reason = "is not a single-line long option of sbatch"
-            yield Problem("cluster.sbatch", reason, "for example --partition=large", value=option)
     if cluster.nodes is not None and cluster.node_rank is not None and cluster.node_rank >= cluster.nodes:
         range_text = f"0 to {cluster.nodes - 1}"
         reason = f"machines are numbered from {range_text}"
