@@ -28,7 +28,7 @@ def command(path: Path, *options: str) -> tuple[str | Path, ...]:
 def prepared(path: Path, *options: str) -> list[str]:
     """Prepares a file by bytes; returns its documents."""
     canzona(*command(path, *options), cwd=path.parent, code=0)
-    shown = view(path.parent / "d", documents=9, tokens=999, seq_length=None)
+    shown = view(path.parent / "d", documents=9, tokens=999)
     return [document.text for document in shown.documents]
 
 
@@ -89,7 +89,7 @@ def test_parts_of_text_are_joined(content: object) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "options", "reason", "fix"),
     [
-        ("x.json", '[\n {"text": "a"}\n]', (), "is a JSON array", "jq -c '.[]'"),
+        ("x.json", '[\n {"text": "a"}\n]', (), "may be one array", "jq -c '.[]'"),
         ("x.jsonl", '[{"text": "a"}]', (), "is a JSON array", "jq -c '.[]'"),
         ("x.json", '[{"text": "a"}]', ("--format", "jsonl"), "is a JSON array", "jq -c '.[]'"),
         ("x.csv", "id,text\n1,a", (), ".csv may be a table", "--format text"),

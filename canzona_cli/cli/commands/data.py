@@ -117,20 +117,13 @@ def show_data(
     prefix: Annotated[Path, Argument(metavar="PREFIX", help="The data: PREFIX.bin and PREFIX.idx.")],
     documents: Annotated[int, Option(min=0, metavar="N", help="Number of documents to show.")] = 2,
     tokens: Annotated[int, Option(min=1, metavar="N", help="Maximum number of tokens to show of each.")] = 100,
-    seq_length: Annotated[
-        int | None, Option(min=1, metavar="N", help="Also show a training sequence of N tokens.")
-    ] = None,
     verbose: Annotated[
         bool, Option("--verbose", "-v", help="Show all lines of each text, not only the first three.")
     ] = False,
 ) -> None:
-    """Show the documents' lengths and the first documents as text.
-
-    Training joins documents in a random order and cuts them into sequences, so a sequence may begin and end
-    inside a document.
-    """
+    """Show the documents' lengths and the first documents as text."""
     from canzona_cli.cli.views.data import print_data
     from canzona_cli.data.view import view
 
-    shown = view(expanded(prefix).absolute(), documents=documents, tokens=tokens, seq_length=seq_length)
+    shown = view(expanded(prefix).absolute(), documents=documents, tokens=tokens)
     print_data(shown, verbose=verbose)

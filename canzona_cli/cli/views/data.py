@@ -149,17 +149,9 @@ def print_data(shown: DataView, *, verbose: bool) -> None:
             text = "\n".join(f"{line[:width]}…" if len(line) > width else line for line in lines[:_LINES])
         beginning = ", beginning" if is_cut else ""
         tokens = plural(document.tokens, "token")
-        _print_text(console, f"document {document.number}: {tokens}{beginning}", text)
-    if shown.sequence is not None:
-        parts = plural(shown.sequence_documents, "document")
-        text = clean(shown.sequence, newlines=True)
-        _print_text(console, f"a training sequence, with tokens of {parts}", text)
-
-
-def _print_text(console: Console, title: str, text: str) -> None:
-    console.print(Text(f"\n{title}", style="bold"))
-    if text:
-        console.print(Text(text), soft_wrap=True)
+        console.print(Text(f"\ndocument {document.number}: {tokens}{beginning}", style="bold"))
+        if text:
+            console.print(Text(text), soft_wrap=True)
 
 
 def _dropped(sidecar: Sidecar) -> str:
