@@ -189,14 +189,8 @@ class Lane:
 
     label: str
     intervals: Sequence[Interval]
-    rank: str = ""
-    """The rank, which an HTML page writes in front of the label; empty to write only the label."""
     begins: bool = False
     """True if this is the first lane of a rank."""
-
-    @property
-    def words(self) -> str:
-        return f"{self.rank}: {self.label}" if self.rank else self.label
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,9 +205,9 @@ class Lanes(Picture):
         shown = []
         for row in self.rows:
             rects = map(self._interval_html, _visible(row.intervals, self.start_s, self.end_s))
-            drawn = tag("svg", *rects, class_="lane", role="img", aria_label=row.words)
+            drawn = tag("svg", *rects, class_="lane", role="img", aria_label=row.label)
             look = "lane-row new" if row.begins else "lane-row"
-            shown.append(tag("div", tag("span", row.words, class_="bar-label"), drawn, class_=look))
+            shown.append(tag("div", tag("span", row.label, class_="bar-label"), drawn, class_=look))
         drawn_names = {part.name for row in self.rows for part in row.intervals if part.end_s > self.start_s}
         keys = (key(ink.css, ink.name) for name, ink in PHASES.items() if name in drawn_names)
         ends = tag("span", tag("span", "0"), tag("span", step_time(self.end_s - self.start_s)))
@@ -230,7 +224,7 @@ class Lanes(Picture):
 def planned_lanes(events: Sequence[SimulatedEvent]) -> list[Lane]:
     """Returns a lane for each stream of each simulated rank."""
     return [
-        Lane(label=STREAMS[stream], intervals=intervals, rank=f"rank {rank}", begins=stream == "compute")
+        Lane(label=f"rank {rank}: {STREAMS[stream]}", intervals=intervals, begins=stream == "compute")
         for rank, stream, intervals in streams_of(events)
     ]
 
