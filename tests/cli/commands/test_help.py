@@ -81,7 +81,6 @@ def test_misuse_is_exit_code_2_with_a_hint(arguments: list[str], hint: str) -> N
         ("lora recipe=tiny", ["see canzona --help"]),
         ("version", ["write canzona --version"]),
         ("train recipe=tiny train.steps=20,", ["write train.steps=20"]),
-        ("train recipe=tiny gpus:4", ["write gpus=4"]),
         ("train recipe=tiny schedule=wsd", ["for example schedule.decay=wsd"]),
         ("train recipe=tiny optimizer.schedule=wsd", ["did you mean schedule.decay=wsd?"]),
         ("train recipe=tiny train.tokens=1e9", ["write train.steps=N, with N = tokens / train.batch_tokens"]),
