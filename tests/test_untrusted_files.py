@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from canzona_cli.config.compose import compose_run, load_resolved
-from canzona_cli.config.run_file import load_known
+from canzona_cli.config.compose import compose_run, load_known, load_resolved
 from canzona_cli.core.errors import CanzonaError
 from canzona_cli.core.planner.plan_file import read_plan
 from canzona_cli.data.tokenizers import load_json_tokenizer

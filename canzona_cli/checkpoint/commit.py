@@ -42,7 +42,7 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import ConfigError, EnvironmentProblem, Problem, SaveFailed, write_error
 from canzona_cli.core.reading import parse
 from canzona_cli.core.setup import Layout
-from canzona_cli.data.locks import Busy, exclusive_lock
+from canzona_cli.core.writing import Busy, exclusive_lock
 from canzona_cli.records.files import RunFiles, sync_folder
 
 _POLL_S: Final = 0.02

@@ -89,7 +89,7 @@ def _usage_problems(ctx: Any, error: Any) -> list[Problem]:
 
 
 def _load(name: str) -> Any:
-    module = import_module(f"canzona_cli.cli.commands.{name}")
+    module = import_module(f"canzona_cli.cli.commands.{'train' if name == 'resume' else name}")
     if hasattr(module, "app"):
         module.app.rich_markup_mode = None
         group = get_group(module.app)
@@ -133,7 +133,7 @@ def canzona(
 def main() -> None:
     """Runs the command line and exits with one of `canzona_cli.core.errors.ExitCode`."""
     from canzona_cli.config.completion import COMPLETE_VARIABLE, bash_words, prepare_completion_options
-    from canzona_cli.records.streams import guard, lost_output_error
+    from canzona_cli.records.protection import guard, lost_output_error
 
     if {"--install-completion", "--show-completion"} & set(sys.argv):
         prepare_completion_options(sys.argv)

@@ -1,15 +1,11 @@
 """Checks that the settings of a run work together. `setup.layout_rules` checks which sizes must divide
 which, and `config.unused` finds settings that have no effect."""
 
-import ast
 import os
 import re
-import symtable
-import sys
 from collections import Counter
 from collections.abc import Iterator
-from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import decode_source, find_spec
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import get_args
@@ -17,7 +13,7 @@ from typing import get_args
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.secrets import safety_problems
 from canzona_cli.config.settings import settings
-from canzona_cli.core.errors import Problem, closest, with_own_values
+from canzona_cli.core.errors import Problem, with_own_values
 from canzona_cli.core.model.fp8 import fp8_problems
 from canzona_cli.core.reading import expanded
 from canzona_cli.core.setup import STANDARD_ONLY, Collective, CustomConfig, Execution, MomentumConfig
@@ -155,7 +151,8 @@ def _engine_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _custom_optimizer_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yields the problems with the class of a custom optimizer and with its options."""
+    """Yields the problems with the place of a custom optimizer's class, and with its options. Nothing is imported; the
+    worker says if the place does not have the class."""
     custom = config.optimizer
     if not isinstance(custom, CustomConfig):
         return
@@ -172,8 +169,11 @@ def _custom_optimizer_problems(config: RunConfig) -> Iterator[Problem]:
         reason = f"would run code from {package}, which optimizer.allow does not list"
         fix = f"if you trust it: optimizer.allow=[{','.join([*custom.allow, package])}]"
         yield Problem("optimizer.source", reason, fix)
-    elif (problem := source_problem(location, name)) is not None:
-        yield Problem("optimizer.source", problem, f"write {form}")
+    elif location.endswith(".py"):
+        if not Path(location).is_file():
+            yield Problem("optimizer.source", f"there is no file {location} in {Path.cwd()}", f"write {form}")
+    elif find_spec(package := location.partition(".")[0]) is None:
+        yield Problem("optimizer.source", f"there is no package {package} here", f"write {form}")
     for key in sorted({"lr", "weight_decay", "params"} & custom.options.keys()):
         reason = f"{key} is set by canzona itself"
         fix = f"use optimizer.{key}" if key != "params" else "leave it out: params are the matrices"
@@ -223,10 +223,6 @@ def _cluster_problems(config: RunConfig) -> Iterator[Problem]:
         if not name.startswith("--") or name in SRUN_OPTIONS:
             reason = "is set by the job script" if name in SRUN_OPTIONS else "is not a long option of srun"
             yield Problem("cluster.srun_args", reason, "for example --container-image=FILE", value=option)
-    for option in cluster.sbatch:
-        if re.fullmatch(r"--[a-z][a-z0-9-]*(=.+)?", option, re.ASCII) is None:
-            reason = "is not a single-line long option of sbatch"
-            yield Problem("cluster.sbatch", reason, "for example --partition=large", value=option)
     if cluster.nodes is not None and cluster.node_rank is not None and cluster.node_rank >= cluster.nodes:
         range_text = f"0 to {cluster.nodes - 1}"
         reason = f"machines are numbered from {range_text}"
@@ -259,67 +255,3 @@ def _measurement_problems(config: RunConfig) -> Iterator[Problem]:
             )
             fix = "for example cluster.collectives=[[all_reduce,2,1048576,0.002,1.5]]"
             yield Problem("cluster.collectives", reason, fix, value=[kind, ranks, size, seconds, busy])
-
-
-_DYNAMIC = {"globals", "exec", "setattr"}
-"""The functions with which a module may define arbitrary names at run time."""
-
-
-def source_problem(place: str, name: str) -> str | None:
-    """Returns the reason why a file or module does not have a class, without importing it.
-
-    Returns None if the class exists, or if only running the code would show whether it does.
-
-    Args:
-        place: the path of a .py file, or the name of an installed module.
-        name: the name of the class.
-    """
-    if place.endswith(".py"):
-        path = Path(place)
-        return f"there is no file {place} in {Path.cwd()}" if not path.is_file() else _class_problem(path, name)
-    module = _find_module(place)
-    if isinstance(module, str):
-        return module
-    path = Path(module.origin or "")
-    return _class_problem(path, name) if path.suffix == ".py" and path.is_file() else None
-
-
-def _find_module(module: str) -> ModuleSpec | str:
-    """Finds a module without importing its parent packages; returns its spec or, if a package or module is
-    missing, a message."""
-    package, *names = module.split(".")
-    try:
-        spec = find_spec(package)
-    except (ImportError, ValueError):
-        spec = None
-    if spec is None:
-        return f"there is no package {package} here"
-    dotted = package
-    for part in names:
-        parent, dotted = dotted, f"{dotted}.{part}"
-        # An imported package may have added folders to its __path__; an import would search these too.
-        path = getattr(sys.modules.get(parent), "__path__", spec.submodule_search_locations)
-        spec = PathFinder.find_spec(dotted, path or [])
-        if spec is None:
-            return f"{parent} has no module {part}"
-    return spec
-
-
-def _class_problem(path: Path, name: str) -> str | None:
-    try:
-        text = decode_source(path.read_bytes())
-        module = symtable.symtable(text, str(path), "exec")
-    except (SyntaxError, ValueError) as error:
-        line = getattr(error, "lineno", None)
-        return f"{path} is not valid Python: {getattr(error, 'msg', error)}" + (f", line {line}" if line else "")
-    except OSError as error:
-        return f"{path} cannot be read: {error.strerror}"
-    bound = {symbol.get_name() for symbol in module.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
-    used = {symbol.get_name() for symbol in module.get_symbols() if symbol.is_referenced()}
-    starred = any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in ast.walk(ast.parse(text)))
-    if starred or used & _DYNAMIC or bound & {name, "__getattr__"}:
-        return None
-    classes = [scope.get_name() for scope in module.get_children() if scope.get_type() == "class"]
-    similar = closest(name, classes)
-    listing = f"its classes are {', '.join(classes)}" if classes else "it has no classes"
-    return f"{path} has no class {name}; " + (listing if similar is None else f"did you mean {similar}?")

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Final, Literal, get_args
 
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.megatron_arguments import Arguments, default, limited, read_arguments, table
-from canzona_cli.config.megatron_parser import defaults
+from canzona_cli.config.megatron_arguments import Arguments, default, defaults, limited, read_arguments, table
 from canzona_cli.config.overrides import key_of, text_value
 from canzona_cli.config.recipes import GROUPS, builtin_recipes_dir, group_options
 from canzona_cli.config.schema import RunConfig

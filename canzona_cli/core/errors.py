@@ -2,7 +2,7 @@
 
 import errno
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -69,33 +69,6 @@ class Unsupported(ConfigError):
     support."""
 
     headline = "canzona's engine does not support this"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Clash:
-    """A rule of a command: an option must not be combined with another option, or needs another option."""
-
-    option: str
-    excludes: str = ""
-    """The option that `option` must not be combined with; empty for a rule with `needs`."""
-    needs: str = ""
-    """The option that `option` needs; empty for a rule with `excludes`."""
-    reason: str
-    fix: str
-    """The fix, in which `{}` stands for the option's value."""
-
-
-def clashes(given: Mapping[str, object], rules: Iterable[Clash]) -> Iterator[Problem]:
-    """Yields a problem for every rule that the options of a command line break.
-
-    Args:
-        given: the value of each option; None, False or empty for an option that was not typed.
-    """
-    for rule in rules:
-        value = given[rule.option]
-        if value and (given[rule.excludes] if rule.excludes else not given[rule.needs]):
-            shown = None if value is True else value
-            yield Problem(key=rule.option, value=shown, reason=rule.reason, fix=rule.fix.format(shown))
 
 
 def problem_with(setup: object, key: str, reason: str, fix: str = "") -> Problem:

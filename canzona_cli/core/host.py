@@ -14,15 +14,6 @@ def cores() -> int:
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
-def clock_name() -> str:
-    """Returns a name that is the same on all ranks that share a monotonic clock: the ranks of one machine,
-    until it reboots."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:  # not Linux
-        return socket.gethostname()
-
-
 def machine_name() -> str:
     """Returns the name of this machine: Slurm's name in a Slurm step, else the host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()

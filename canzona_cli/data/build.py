@@ -2,21 +2,16 @@
 tokenizer.
 
 The files are written under temporary names while the prefix is locked, and renamed at the end, so a build
-that is interrupted or fails before that leaves an older pair untouched. The pair is the same, byte for byte,
-however many processes a build used.
+that is interrupted or fails before that leaves an older pair untouched.
 """
 
 import errno
 import hashlib
-import multiprocessing
 import os
 import platform
 import random
 import shutil
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -24,38 +19,37 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from canzona_cli import __version__
-from canzona_cli.core.errors import CanzonaError, ConfigError, EnvironmentProblem, Problem, refuse, write_error
-from canzona_cli.core.host import cores
-from canzona_cli.data.indexed import Lengths, PairWriter, bin_path, idx_path
+from canzona_cli.core.errors import ConfigError, EnvironmentProblem, Problem, refuse, write_error
+from canzona_cli.data.indexed import (
+    PairWriter,
+    Sidecar,
+    Tally,
+    bin_path,
+    dump_sidecar,
+    idx_path,
+    saved_tokenizer_path,
+    sidecar_path,
+)
 from canzona_cli.data.reading import (
-    Batch,
     DocumentUnit,
     Reader,
     ReadSettings,
     fix_of,
     piece_bytes,
-    pieces,
 )
-from canzona_cli.data.sidecar import Sidecar, Tally, dump_sidecar, saved_tokenizer_path, sidecar_path
 from canzona_cli.data.sources import Source
 from canzona_cli.data.tokenizers import (
     SAMPLE_BYTES,
     ByteTokenizer,
-    TokenArray,
     Tokenizer,
-    begin_child,
     load_json_tokenizer,
-    token_dtype,
     train_bpe,
 )
 
 Stage = Literal["learn vocabulary", "tokenise", "write"]
 
-_LEAST_PARALLEL = 32 << 20
-"""The number of input bytes from which a build uses a pool of processes."""
 _MAX_BAD_LINES_SHOWN = 5
 _MAX_INPUTS_LISTED = 1000
 DEFAULT_VOCAB_SIZE = 16384
@@ -95,8 +89,7 @@ class BuildSettings:
     max_bad: int = 0
     """The number of lines without text that may be skipped; with more, the build fails."""
     workers: int | None = None
-    """The number of processes, or of the tokenizer's threads if the input is too small for several processes;
-    None for one per core."""
+    """The number of the tokenizer's threads; None for one per core."""
 
     @property
     def bpe_entries(self) -> int:
@@ -122,27 +115,6 @@ class BuiltPair:
         return tuple(path for path in pair_files(self.prefix) if path.exists())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """The tokenizer and the settings on which tokens depend, in addition to the inputs."""
-
-    tokenizer: Tokenizer
-    read: ReadSettings
-
-
-@dataclass(frozen=True, kw_only=True)
-class Encoded:
-    """The tokens of a batch."""
-
-    tokens: TokenArray
-    """The ids of all sequences, concatenated; eod is not included."""
-    lengths: Lengths
-    """The number of tokens of each sequence, shape [sequences]."""
-    last: npt.NDArray[np.bool_]
-    """True for each sequence that is the last of its document, shape [sequences]."""
-    tally: Tally
-
-
 def pair_files(prefix: Path) -> tuple[Path, ...]:
     """Returns the paths of all files that a build may write at `prefix`."""
     return bin_path(prefix), idx_path(prefix), sidecar_path(prefix), saved_tokenizer_path(prefix)
@@ -154,7 +126,7 @@ def build_pair(sources: Sequence[Source], prefix: Path, settings: BuildSettings,
 
     Raises:
         ConfigError: an input or the tokenizer is not valid, or there is no text at all.
-        EnvironmentProblem: a process died, or a package is not installed.
+        EnvironmentProblem: a package is not installed.
         OSError: the disk is full or not writable; see `disk_problem`.
     """
     if settings.workers is not None:
@@ -167,7 +139,7 @@ def build_pair(sources: Sequence[Source], prefix: Path, settings: BuildSettings,
     )
     tokenizer, sampled = _make_tokenizer(sources, read_settings, settings, on_progress)
     with PairWriter(prefix, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod) as writer:
-        tally = _tokenise(sources, Recipe(tokenizer=tokenizer, read=read_settings), writer, settings, on_progress)
+        tally = _tokenise(sources, tokenizer, read_settings, writer, settings.max_bad, on_progress)
         if writer.documents == 0:
             reason, fix = "the inputs contain no text", "name files that are not empty"
             raise ConfigError(Problem("INPUT", reason, fix))
@@ -192,32 +164,26 @@ def build_pair(sources: Sequence[Source], prefix: Path, settings: BuildSettings,
 
 
 def _tokenise(
-    sources: Sequence[Source], recipe: Recipe, writer: PairWriter, settings: BuildSettings, on_progress: OnProgress
+    sources: Sequence[Source],
+    tokenizer: Tokenizer,
+    read_settings: ReadSettings,
+    writer: PairWriter,
+    max_bad: int,
+    on_progress: OnProgress,
 ) -> Tally:
-    """Tokenises and writes all documents; returns the counts over all inputs."""
-    tally, total = Tally(), _total_bytes(sources)
-    reader = Reader(settings=recipe.read)
-    workers = (settings.workers or cores()) if total is not None and total >= _LEAST_PARALLEL else 1
-    for result in encode_in_order(_read_all(sources, reader), recipe, workers):
-        if isinstance(result, Encoded):
-            tally.add(result.tally)
-            writer.add(result.tokens, result.lengths, result.last)
-            _refuse_bad_lines(tally, settings.max_bad, recipe.read.text_key)
-        else:
-            tally.add(result)
+    """Tokenises and writes all documents; returns the counts over all inputs. The tokenizer's threads share the texts
+    of a batch among the cores."""
+    total, reader = _total_bytes(sources), Reader(settings=read_settings)
+    for batch in chain.from_iterable(map(reader.read, sources)):
+        sequences = tokenizer.encode_batch([piece.data for piece in batch])
+        tokens = np.concatenate([np.empty(0, writer.dtype), *sequences])
+        lengths = np.asarray([sequence.size for sequence in sequences], dtype=np.int32)
+        writer.add(tokens, lengths, np.asarray([piece.last for piece in batch], dtype=np.bool_))
+        _refuse_bad_lines(reader.tally, max_bad, read_settings.text_key)
         counts = {"tokens": writer.tokens, "documents": writer.documents}
         on_progress(Progress(stage="tokenise", done=reader.bytes_read, total=total, **counts))
-    return tally
-
-
-def _read_all(sources: Sequence[Source], reader: Reader) -> Iterator[Batch | Tally | CanzonaError]:
-    """Yields the batches and tallies of all inputs. An error is not raised but yielded as the last item, so
-    that problems in earlier batches, which are processed later, are reported before it."""
-    try:
-        for source in sources:
-            yield from reader.read(source)
-    except CanzonaError as error:
-        yield error
+    reader.tally.replaced += tokenizer.replaced
+    return reader.tally
 
 
 def _make_tokenizer(
@@ -239,13 +205,9 @@ def _make_tokenizer(
     is_sample = False
 
     def texts() -> Iterator[bytes]:
-        tally = Tally()
-        for item in chain.from_iterable(reader.read(source) for source in sources):
-            if isinstance(item, Batch):
-                for piece in pieces(item, read_settings, tally):
-                    tally.text_bytes += len(piece.data)
-                    yield piece.data
-                _refuse_bad_lines(tally, settings.max_bad, read_settings.text_key)
+        for batch in chain.from_iterable(map(reader.read, sources)):
+            yield from (piece.data for piece in batch)
+            _refuse_bad_lines(reader.tally, settings.max_bad, read_settings.text_key)
 
     def sample() -> Iterator[bytes]:
         nonlocal sample_bytes, is_sample
@@ -327,83 +289,3 @@ def disk_problem(prefix: Path, error: OSError) -> EnvironmentProblem:
             free = shutil.disk_usage(prefix.parent).free
         fix = f"make room ({free / 2**20:,.0f} MiB are free) or choose another disk; no files were left behind"
     return write_error("--output", str(prefix), error, fix=fix)
-
-
-def encode_in_order(
-    items: Iterable[Batch | Tally | CanzonaError], recipe: Recipe, workers: int
-) -> Iterator[Encoded | Tally]:
-    """Encodes the batches among `items`, passes the tallies through, and yields both in the order of the
-    items.
-
-    Args:
-        items: batches, tallies and errors. An error is raised once the results before it have been yielded.
-        recipe: the tokenizer and the settings.
-        workers: the number of processes. With 1, this process encodes.
-
-    Raises:
-        CanzonaError: an error among the items, or a batch that cannot be tokenised.
-        EnvironmentProblem: a process of the pool died.
-    """
-    if workers == 1:
-        for item in items:
-            if isinstance(item, CanzonaError):
-                raise item
-            yield encode(item, recipe) if isinstance(item, Batch) else item
-        return
-    context = multiprocessing.get_context("spawn")
-    pending: deque[Future[Encoded] | Tally | CanzonaError] = deque()
-
-    def next_result() -> Encoded | Tally:
-        item = pending.popleft()
-        if isinstance(item, CanzonaError):
-            raise item
-        return item.result() if isinstance(item, Future) else item
-
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker, initargs=(recipe,))
-    try:
-        for item in items:
-            pending.append(pool.submit(_encode_in_worker, item) if isinstance(item, Batch) else item)
-            if len(pending) > 2 * workers:
-                yield next_result()
-        while pending:
-            yield next_result()
-    except BrokenProcessPool:
-        reason, fix = "a tokenising process died", "usually because memory ran out: use fewer --workers"
-        raise EnvironmentProblem(Problem("INPUT", reason, fix)) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def encode(batch: Batch, recipe: Recipe) -> Encoded:
-    """Reads and tokenises the texts of a batch.
-
-    Raises:
-        ConfigError: the tokenizer fails.
-    """
-    tokenizer = recipe.tokenizer
-    tally = Tally()
-    texts = list(pieces(batch, recipe.read, tally))
-    tally.text_bytes = sum(len(piece.data) for piece in texts)
-    replaced_before = tokenizer.replaced
-    sequences = tokenizer.encode_batch([piece.data for piece in texts])
-    tally.replaced += tokenizer.replaced - replaced_before
-    return Encoded(
-        tokens=np.concatenate([np.empty(0, token_dtype(tokenizer.vocab_size)), *sequences]),
-        lengths=np.asarray([sequence.size for sequence in sequences], dtype=np.int32),
-        last=np.asarray([piece.last for piece in texts], dtype=np.bool_),
-        tally=tally,
-    )
-
-
-_worker_recipe: Recipe
-"""The recipe in a process of the pool."""
-
-
-def _begin_worker(recipe: Recipe) -> None:
-    global _worker_recipe
-    begin_child(threads=1)
-    _worker_recipe = recipe
-
-
-def _encode_in_worker(batch: Batch) -> Encoded:
-    return encode(batch, _worker_recipe)

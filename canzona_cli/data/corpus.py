@@ -14,12 +14,18 @@ import numpy.typing as npt
 from canzona_cli.config.schema import DataConfig, RunConfig
 from canzona_cli.core.errors import CanzonaError, ConfigError, Problem, collect_problems, problem_with, refuse
 from canzona_cli.core.reading import expanded
-from canzona_cli.core.writing import write_text_atomic
+from canzona_cli.core.writing import exclusive_lock, write_text_atomic
 from canzona_cli.data.build import BuildSettings, Progress, build_pair, disk_problem
-from canzona_cli.data.division import ReportProgress, split_tokens
-from canzona_cli.data.indexed import PairInfo, inspect_pair
-from canzona_cli.data.locks import exclusive_lock, lock_path
-from canzona_cli.data.sidecar import FORMAT, Sidecar, load_sidecar, saved_tokenizer_path
+from canzona_cli.data.indexed import (
+    FORMAT,
+    PairInfo,
+    Sidecar,
+    inspect_pair,
+    load_sidecar,
+    lock_path,
+    saved_tokenizer_path,
+)
+from canzona_cli.data.order import ReportProgress, split_tokens
 from canzona_cli.data.sources import stdlib_digest, stdlib_sources
 from canzona_cli.data.tokenizers import (
     ByteTokenizer,
@@ -63,8 +69,8 @@ def ensure_corpus(
         ConfigError: data sets are missing or damaged (lists all of them), or they do not suit the run (lists
             every reason): their tokenizers differ, token ids exceed the vocabulary, there are too few tokens,
             or sample texts are impossible.
-        EnvironmentProblem: the built-in corpus cannot be prepared: the cache is not writable, this Python has
-            no library sources, or a process died.
+        EnvironmentProblem: the built-in corpus cannot be prepared: the cache is not writable, or this Python has
+            no library sources.
     """
     report = on_progress or (lambda what, share: None)
     data = config.data

@@ -1,24 +1,33 @@
-"""Computes the order in which a run reads its samples, as Megatron chooses it, without importing torch.
+"""Divides the documents of a set into those to train on and those that are held out for validation, and computes the
+order in which a run reads its samples, as Megatron chooses it; without importing torch.
+
+The division is computed from the tokens wherever it is needed. The hashes of all documents are read from the cache,
+because finding them takes a second for each GB of tokens, and a second for each million documents.
 
 Megatron reads a set in epochs. It shuffles the documents of all epochs together, cuts them into samples, and
 shuffles the samples (`GPTDataset._build_document_sample_shuffle_indices`). If a run reads less than four
 fifths of its last epoch, the documents and samples of that epoch are shuffled separately and come last. So
 the order depends on the number of samples that the whole run reads, and may change if a run is resumed with
-other settings. `Order` has everything on which it depends; `count_reads` counts what a change repeats.
+other settings. `Order` has everything on which it depends.
 """
 
+import hashlib
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from canzona_cli.records.corpus import DataPlan, PreparedCorpus
+from canzona_cli.config.schema import DataConfig
+from canzona_cli.core.writing import write_atomic
+from canzona_cli.data.indexed import PairInfo, bin_path
+from canzona_cli.records.corpus import DataPlan, Division, PreparedCorpus
+from canzona_cli.records.files import cache_root
 
 _LAST_EPOCH_SHARE: Final = 0.8
-Positions = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,74 +126,58 @@ def about_by_share(shares: Sequence[float], samples: int) -> list[int]:
     return [round(share * samples) for share in shares]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reads:
-    """The numbers of tokens of a set that a run reads not at all, and more often than it has epochs."""
+ReportProgress = Callable[[str, float], None]
+Mask = npt.NDArray[np.bool_]
+_BYTES: Final = 4
+"""The bytes of a document's hash: the share of documents that are held out is exact to one in four billion."""
+_DOCUMENTS_AT_ONCE: Final = 1 << 16
 
-    never: int
-    too_often: int
 
+def held_out(pair: PairInfo, division: Division, data: DataConfig, report: ReportProgress | None = None) -> Mask:
+    """Returns True for each sequence that is held out for validation, shape [sequences].
 
-def count_reads(lengths: npt.NDArray[np.int32], parts: Sequence[tuple[Order, int, int]], *, epochs: int) -> Reads:
-    """Counts how often the tokens of a set are read.
+    Drawn documents are those whose hash is below a limit, so the documents of a smaller share are a part of those of
+    a larger one. At least one document is on either side, unless all are equal.
 
     Args:
-        lengths: the number of tokens of each sequence to train on.
-        parts: (order, first, last) for each part of the run, which reads the samples [first, last) of this
-            order.
-        epochs: the number of reads above which a token counts as read too often.
+        data: the settings with the share to hold out and the folder of the cache.
+        report: called with a description of the current work and the finished share, 0 to 1.
     """
-    starts, ends = (
-        np.concatenate(positions)
-        for positions in zip(*(_stretches(lengths, order, first, last) for order, first, last in parts), strict=True)
-    )
-    places = np.concatenate([starts, ends])
-    by_place = np.argsort(places, kind="stable")
-    # The number of reads of the tokens after each place.
-    reads = np.cumsum(np.concatenate([np.ones_like(starts), -np.ones_like(ends)])[by_place])[:-1]
-    tokens = np.diff(places[by_place])
-    total = int(lengths.sum(dtype=np.int64))
-    return Reads(never=total - int(tokens[reads > 0].sum()), too_often=int(tokens[reads > epochs].sum()))
+    share = data.held_out_share
+    if share == 0 or pair.tokens == 0:
+        return np.zeros(pair.sequences, dtype=np.bool_)
+    if division == "tail":
+        return np.arange(pair.sequences) >= pair.split_at(share)
+    hashes = _document_hashes(pair, report or (lambda what, share: None))
+    limit = min(max(share * 256.0**_BYTES, int(hashes.min()) + 1), int(hashes.max()))
+    return np.repeat(hashes < limit, np.diff(pair.document_ends, prepend=0))
 
 
-def _stretches(lengths: npt.NDArray[np.int32], order: Order, first: int, last: int) -> tuple[Positions, Positions]:
-    """Returns the starts and the ends of the stretches of text in the samples [first, last), as positions in
-    the set's tokens. A stretch lies in one sequence of the set."""
-    random = np.random.RandomState(order.seed)
-    sequences, samples = _shuffled(len(lengths), order, random)
-    ends = np.cumsum(lengths[sequences], dtype=np.int64)  # in the tokens of all epochs, in their order
-    begins = ends - lengths[sequences]
-    place = np.cumsum(lengths, dtype=np.int64) - lengths  # of each sequence in the set
-    starts = np.sort(samples[first:last].astype(np.int64)) * order.seq_length
-    stops = starts + order.seq_length
-    earliest = np.searchsorted(ends, starts, side="right")
-    latest = np.searchsorted(ends, stops, side="left")
-    counts = latest - earliest + 1
-    sample = np.repeat(np.arange(len(starts)), counts)
-    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    part = earliest[sample] + within
-    shift = place[sequences[part]] - begins[part]
-    return np.maximum(starts[sample], begins[part]) + shift, np.minimum(stops[sample], ends[part]) + shift
+def split_tokens(
+    pair: PairInfo, division: Division, data: DataConfig, report: ReportProgress | None = None
+) -> tuple[int, int]:
+    """Returns the number of tokens for training and the number for validation; for arguments see `held_out`."""
+    for_validation = int(pair.lengths[held_out(pair, division, data, report)].sum(dtype=np.int64))
+    return pair.tokens - for_validation, for_validation
 
 
-def _shuffled(
-    sequences: int, order: Order, random: np.random.RandomState
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint32]]:
-    """Returns the sequences of all epochs, and the numbers of the samples, in the order of reading."""
-
-    def documents(epochs: int) -> npt.NDArray[np.int32]:
-        found = np.tile(np.arange(sequences, dtype=np.int32), epochs)
-        random.shuffle(found)
-        return found
-
-    def samples(start: int, stop: int) -> npt.NDArray[np.uint32]:
-        found = np.arange(start, stop, dtype=np.uint32)
-        random.shuffle(found)
-        return found
-
-    if not order.separate_last:
-        return documents(order.epochs), samples(0, order.samples)
-    of_documents = np.concatenate([documents(order.epochs - 1), documents(1)])
-    return of_documents, np.concatenate(
-        [samples(0, order.samples_before_last), samples(order.samples_before_last, order.samples)]
-    )
+def _document_hashes(pair: PairInfo, report: ReportProgress) -> npt.NDArray[np.uint32]:
+    """Returns a hash of the tokens of each document, shape [documents]."""
+    memo = pair.scan_path(cache_root(), "documents")
+    with suppress(OSError):
+        content = memo.read_bytes()
+        hashes, digest = content[: pair.documents * _BYTES], content[pair.documents * _BYTES :]
+        if hashlib.sha256(hashes).digest() == digest:
+            return np.frombuffer(hashes, dtype="<u4")
+    tokens = memoryview(np.memmap(bin_path(pair.prefix), dtype=np.uint8, mode="r"))
+    token_ends = np.concatenate([[0], np.cumsum(pair.lengths, dtype=np.int64)]) * np.dtype(pair.dtype).itemsize
+    found, start = bytearray(), 0
+    for first in range(0, pair.documents, _DOCUMENTS_AT_ONCE):
+        report("drawing documents for validation", first / pair.documents)
+        for end in token_ends[pair.document_ends[first : first + _DOCUMENTS_AT_ONCE]].tolist():
+            found += hashlib.sha256(tokens[start:end]).digest()[:_BYTES]
+            start = end
+    with suppress(OSError):  # without the cache, the next run reads the tokens again
+        memo.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(memo, bytes(found) + hashlib.sha256(found).digest())
+    return np.frombuffer(found, dtype="<u4")

@@ -15,6 +15,7 @@ from canzona_cli.config.schema import DataConfig
 from canzona_cli.core.errors import ConfigError, EnvironmentProblem, Problem, refuse
 from canzona_cli.core.host import existing_folder
 from canzona_cli.core.reading import expanded
+from canzona_cli.core.writing import Busy, exclusive_lock
 from canzona_cli.data.build import (
     DEFAULT_VOCAB_SIZE,
     BuildSettings,
@@ -25,11 +26,9 @@ from canzona_cli.data.build import (
     pair_files,
 )
 from canzona_cli.data.corpus import NO_VALIDATION, padded_vocab_size, usable_fraction
-from canzona_cli.data.indexed import inspect_pair
-from canzona_cli.data.locks import Busy, exclusive_lock, lock_path
-from canzona_cli.data.reading import package_problem
+from canzona_cli.data.indexed import inspect_pair, lock_path
+from canzona_cli.data.reading import package_problem, template_problem
 from canzona_cli.data.sources import InputFormat, Source, find_sources
-from canzona_cli.data.template import template_problem
 from canzona_cli.data.tokenizers import MIN_VOCAB_SIZE, load_json_tokenizer
 
 _MAX_VOCAB_SIZE = 1 << 20
@@ -55,8 +54,7 @@ def prepare(request: PrepareRequest, on_progress: OnProgress) -> BuiltPair:
     Raises:
         ConfigError: arguments are not valid (all problems at once), an input cannot be used, or another
             process is writing the output.
-        EnvironmentProblem: the output cannot be written, the disk is full, a package is not installed, or a
-            process died.
+        EnvironmentProblem: the output cannot be written, the disk is full, or a package is not installed.
     """
     prefix = expanded(request.output)
     sources, problems = find_sources(request.inputs, request.format)

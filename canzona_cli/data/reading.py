@@ -1,9 +1,17 @@
 """Reads text: plain, JSONL or Parquet, compressed or not.
 
-`Reader` reads a source in batches of about 2 MiB, and `pieces` turns a batch into pieces, in any process. A
-piece is a document, or a part of a long document that ends at a line end if possible. Each piece becomes one
-of the sequences that Megatron splits and shuffles. If each document were one sequence, a single large file
-could not be split, shuffled or held in memory.
+`Reader` reads a source in batches of pieces, about 2 MiB each. A piece is a document, or a part of a long document
+that ends at a line end if possible. Each piece becomes one of the sequences that Megatron splits and shuffles. If each
+document were one sequence, a single large file could not be split, shuffled or held in memory.
+
+Templates make one document from several fields of a JSONL object, or from the messages of a chat:
+
+    {question}\\n{answer}\\n          fields of the object
+    {meta.title}\\n{body}            a field of a nested object
+    {role}: {content}\\n             once for each message, if the field of --text-key is a list of messages
+
+`\\n` and `\\t` are written as two characters each, because shells pass them that way. Like all other text, the text of
+a template never becomes a special token.
 """
 
 import bz2
@@ -14,15 +22,15 @@ import json
 import lzma
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from string import Formatter
 from typing import TYPE_CHECKING, BinaryIO, Final, Literal, NamedTuple, cast
 
 from canzona_cli.core.errors import ConfigError, EnvironmentProblem, Problem
-from canzona_cli.data.sidecar import BadLine, InputRecord, Tally
+from canzona_cli.data.indexed import BadLine, InputRecord, Tally
 from canzona_cli.data.sources import Source, input_error, json_array_error
-from canzona_cli.data.template import MISSING, Unfilled, fields_of, fill, names_of, text_of, value_of
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
@@ -76,23 +84,8 @@ class ReadSettings:
     text_key: str = "text"
     """The field of a JSONL object, or the column of Parquet, with the text."""
     template: str = ""
-    """The template that converts JSONL objects to text (`canzona_cli.data.template`); empty to use only the
+    """The template that converts JSONL objects to text (`canzona_cli.data.reading`); empty to use only the
     field `text_key`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """A part of one source, about 2 MiB long, as read by `Reader`."""
-
-    label: str
-    form: Literal["pieces", "lines", "jsonl", "rows"]
-    """The kind of the items: pieces of one document, or lines or rows whose text is not extracted yet."""
-    items: Sequence[bytes | None]
-    """The pieces, lines or rows; None for a row without text."""
-    first_line: int = 1
-    """The number of the first line or row, counted from 1."""
-    ends: bool = False
-    """True if the document ends with the last piece."""
 
 
 def piece_bytes(sources: Sequence[Source]) -> int:
@@ -105,32 +98,31 @@ def piece_bytes(sources: Sequence[Source]) -> int:
 
 @dataclass(kw_only=True)
 class Reader:
-    """A reader that turns sources into batches, and counts and hashes their bytes."""
+    """A reader that turns sources into pieces of text, and counts and hashes what it reads."""
 
     settings: ReadSettings
+    tally: Tally = field(default_factory=Tally)
     bytes_read: int = 0
     """The bytes read so far before decompression, so that the progress of compressed files is correct."""
 
-    def read(self, source: Source) -> Iterator[Batch | Tally]:
-        """Reads one source: yields its batches in order, then a tally with the source's hash and the files
-        that were skipped.
+    def read(self, source: Source) -> Iterator[list[Piece]]:
+        """Reads one source: yields its pieces in order, in batches, some of which may be empty.
 
         Raises:
             ConfigError: the input is unreadable, damaged or binary.
             EnvironmentProblem: the package that reads this format is not installed.
         """
-        tally = Tally()
         try:
             if source.format == "parquet":
-                yield from self._parquet_batches(source, tally)
+                yield from self._parquet_batches(source)
             else:
                 raw = _CountingFile(open_source(source), self)
                 with _buffer(raw) as buffered:
                     stream = _decompress(buffered)
-                    yield from self._text_batches(source, stream, tally)
+                    yield from self._text_batches(source, stream)
                     while buffered.read(1 << 20):  # the hash includes bytes that a decompressor left unread
                         pass
-                tally.records.append(InputRecord(path=source.label, bytes=raw.count, sha256=raw.digest.hexdigest()))
+                self._record(source, raw.count, raw.digest.hexdigest())
         except ModuleNotFoundError:
             raise EnvironmentProblem(package_problem(source.label)) from None
         except (OSError, EOFError, zlib.error, lzma.LZMAError, _DamagedParquet) as error:
@@ -138,16 +130,18 @@ class Reader:
                 raise input_error(source.label, f"cannot be read: {error.strerror}", "") from error
             fix = "download or create it again; gzip -t or zstd -t checks it"
             raise input_error(source.label, f"damaged or truncated: {error}", fix) from error
-        yield tally
 
-    def _text_batches(self, source: Source, stream: io.BufferedReader, tally: Tally) -> Iterator[Batch]:
+    def _record(self, source: Source, size: int, sha256: str) -> None:
+        self.tally.records.append(InputRecord(path=source.label, bytes=size, sha256=sha256))
+
+    def _text_batches(self, source: Source, stream: io.BufferedReader) -> Iterator[list[Piece]]:
         """Yields the batches of a file of text. A binary file is skipped if it was found in a folder;
         otherwise it is refused."""
         head = stream.peek(_SNIFF)[:_SNIFF]
         if b"\0" in head or any(head.startswith(magic) for magic in _UNREAD):
             if not source.from_folder:
                 raise _binary_error(source.label, head)
-            tally.skipped.append(source.label)
+            self.tally.skipped.append(source.label)
             return
         if head.startswith(_UTF8_BOM):
             stream.read(len(_UTF8_BOM))
@@ -155,28 +149,28 @@ class Reader:
         if source.format == "jsonl" and head.lstrip().startswith(b"["):
             raise json_array_error(source.label)
         if source.format == "jsonl" or (source.format == "auto" and head.lstrip().startswith(b"{")):
-            yield from _batches(source.label, "jsonl", _read_lines(stream))
+            yield from self._document_batches(source.label, "jsonl", _read_lines(stream))
         elif self.settings.document == "line":
-            yield from _batches(source.label, "lines", _read_lines(stream))
+            yield from self._document_batches(source.label, "lines", _read_lines(stream))
+        elif stream.peek(1):
+            for batch in _in_batches(cut_stream(stream, self.settings.piece), lambda piece: len(piece.data)):
+                self.tally.text_bytes += sum(len(piece.data) for piece in batch)
+                yield batch
         else:
-            tally.empty = 1
-            for group in _in_groups(cut_stream(stream, self.settings.piece), lambda piece: len(piece.data)):
-                tally.empty = 0
-                items = [piece.data for piece in group]
-                yield Batch(label=source.label, form="pieces", items=items, ends=group[-1].last)
+            self.tally.empty += 1
 
-    def _parquet_batches(self, source: Source, tally: Tally) -> Iterator[Batch]:
-        """Yields the batches of a Parquet file, and records its size and hash in `tally`."""
+    def _parquet_batches(self, source: Source) -> Iterator[list[Piece]]:
+        """Yields the batches of a Parquet file, and records its size and hash."""
         if source.path is None:
             fix = "give the path of the file, because Parquet is read from its end"
             raise input_error(source.label, "Parquet cannot be read from a pipe", fix)
         with open(source.path, "rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
             size = stream.tell()
-        tally.records.append(InputRecord(path=source.label, bytes=size, sha256=digest))
+        self._record(source, size, digest)
         bytes_before = self.bytes_read
         form: Literal["rows", "jsonl"] = "jsonl" if self.settings.template else "rows"
-        yield from _batches(source.label, form, self._parquet_texts(source.path))
+        yield from self._document_batches(source.label, form, self._parquet_texts(source.path))
         self.bytes_read = bytes_before + size
 
     def _parquet_texts(self, path: Path) -> Iterator[bytes | None]:
@@ -212,53 +206,52 @@ class Reader:
         except (ArrowException, UnicodeDecodeError) as error:
             raise _DamagedParquet(str(error).partition("\n")[0]) from error
 
+    def _document_batches(
+        self, label: str, form: Literal["lines", "jsonl", "rows"], items: Iterable[bytes | None]
+    ) -> Iterator[list[Piece]]:
+        """Yields the documents that lines or rows contain, in pieces; counts skipped ones."""
+        number = 0
+        for batch in _in_batches(items, lambda item: len(item or b"")):
+            pieces: list[Piece] = []
+            for item in batch:
+                number += 1
+                try:
+                    text = self._document(item, form)
+                except _BadText as error:
+                    self.tally.add_bad(BadLine(path=label, line=number, kind=error.kind, detail=error.detail))
+                    continue
+                if text is not None:
+                    self.tally.text_bytes += len(text)
+                    self.tally.empty += not text
+                    pieces += cut_stream(io.BytesIO(text), self.settings.piece)
+            yield pieces
+
+    def _document(self, item: bytes | None, form: str) -> bytes | None:
+        """Returns the text of a line or row; None for a blank line in JSONL.
+
+        Raises:
+            _BadText: the line or row has no usable text.
+        """
+        if item is None:
+            raise _BadText("no text", " in this row")
+        if form == "rows":
+            return item
+        if len(item) > LONGEST_LINE:
+            raise _BadText("too long", f": more than {LONGEST_LINE >> 20} MiB")
+        if form == "lines":
+            return item.rstrip(b"\r\n")
+        if item.isspace():
+            return None
+        text = _jsonl_text(item, self.settings)
+        try:
+            return text.encode()
+        except UnicodeEncodeError:  # a JSON escape can be half of a surrogate pair
+            self.tally.replaced += 1
+            return text.encode(errors="replace")
+
 
 class _DamagedParquet(ValueError):
     """An error in a Parquet file, with pyarrow's message."""
-
-
-def pieces(batch: Batch, settings: ReadSettings, tally: Tally) -> Iterator[Piece]:
-    """Yields the pieces of a batch in order, and counts skipped items in `tally`."""
-    if batch.form == "pieces":
-        last_position = len(batch.items) if batch.ends else 0
-        yield from (Piece(item or b"", last=position == last_position) for position, item in enumerate(batch.items, 1))
-        return
-    for number, item in enumerate(batch.items, batch.first_line):
-        try:
-            text = _document(item, batch.form, settings, tally)
-        except _BadText as error:
-            tally.add_bad(BadLine(path=batch.label, line=number, kind=error.kind, detail=error.detail))
-            continue
-        if text and len(text) <= settings.piece:
-            yield Piece(text, last=True)
-        elif text:
-            yield from cut_stream(io.BytesIO(text), settings.piece)
-        elif text is not None:
-            tally.empty += 1
-
-
-def _document(item: bytes | None, form: str, settings: ReadSettings, tally: Tally) -> bytes | None:
-    """Returns the text of a line or row; None for a blank line in JSONL.
-
-    Raises:
-        _BadText: the line or row has no usable text.
-    """
-    if item is None:
-        raise _BadText("no text", " in this row")
-    if form == "rows":
-        return item
-    if len(item) > LONGEST_LINE:
-        raise _BadText("too long", f": more than {LONGEST_LINE >> 20} MiB")
-    if form == "lines":
-        return item.rstrip(b"\r\n")
-    if item.isspace():
-        return None
-    text = _jsonl_text(item, settings)
-    try:
-        return text.encode()
-    except UnicodeEncodeError:  # a JSON escape can be half of a surrogate pair
-        tally.replaced += 1
-        return text.encode(errors="replace")
 
 
 def _decompress(stream: io.BufferedReader) -> io.BufferedReader:
@@ -268,26 +261,18 @@ def _decompress(stream: io.BufferedReader) -> io.BufferedReader:
     return stream if opener is None else _buffer(opener(stream))
 
 
-def _batches(label: str, form: Literal["lines", "jsonl", "rows"], items: Iterable[bytes | None]) -> Iterator[Batch]:
-    """Yields lines or rows in batches, each with the number of its first line or row."""
-    first_line = 1
-    for group in _in_groups(items, lambda item: len(item or b"")):
-        yield Batch(label=label, form=form, items=group, first_line=first_line)
-        first_line += len(group)
-
-
-def _in_groups[T](items: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
+def _in_batches[T](items: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
     """Yields the items in lists of about `_BATCH_BYTES` and at most `_BATCH_ITEMS` items."""
-    group: list[T] = []
+    batch: list[T] = []
     size = 0
     for item in items:
-        group.append(item)
+        batch.append(item)
         size += length(item)
-        if size >= _BATCH_BYTES or len(group) >= _BATCH_ITEMS:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
+        if size >= _BATCH_BYTES or len(batch) >= _BATCH_ITEMS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _read_lines(stream: BinaryIO) -> Iterator[bytes]:
@@ -481,3 +466,103 @@ def _columns(path: Path, file: "ParquetFile", column: str, fields: Sequence[str]
         reason = f"its column {column!r} contains {kind}, not text"
         fix = CHAT if column in chats else "--text-key NAME, a column with text; NAME.NAME for a nested one"
     raise ConfigError(Problem("INPUT", reason, fix, value=str(path)))
+
+
+class Unfilled(ValueError):
+    """An error for an object that cannot fill a template; the message gives the reason."""
+
+
+def template_problem(template: str) -> str:
+    """Returns the reason why a template cannot be used; empty for a valid template."""
+    try:
+        parts = [*Formatter().parse(template)]
+    except ValueError as error:
+        return f"is not a template: {error}"
+    names = [name for _, name, _, _ in parts if name is not None]
+    if not names:
+        return "names no field"
+    formatted = any(spec or conversion for _, _, spec, conversion in parts)
+    if formatted or not all(re.fullmatch(r"[\w-]+(\.[\w-]+)*", name) for name in names):
+        return "may only have plain names in braces"
+    return ""
+
+
+def fields_of(template: str) -> tuple[str, ...]:
+    """Returns the names of a template's fields."""
+    return tuple(name for _, name, _, _ in Formatter().parse(template) if name is not None)
+
+
+def fill(template: str, record: Mapping[str, object], key: str) -> str:
+    """Returns the text of an object: the template filled with its fields, or with each message of its list
+    `key`.
+
+    Raises:
+        Unfilled: a field is missing or has no text, or the list contains something other than messages.
+    """
+    parts = [(text.replace("\\n", "\n").replace("\\t", "\t"), name) for text, name, _, _ in Formatter().parse(template)]
+    messages = value_of(record, key)
+    return "".join(_fill_one(parts, fields) for fields in (messages if isinstance(messages, list) else [record]))
+
+
+def _fill_one(parts: list[tuple[str, str | None]], fields: object) -> str:
+    if not isinstance(fields, Mapping):
+        raise Unfilled(f": a message is a {type(fields).__name__}")
+    filled = []
+    for text, name in parts:
+        filled.append(text)
+        if name is None:
+            continue
+        value = value_of(fields, name)
+        if value is MISSING:
+            raise Unfilled(f": no field {name!r}, only {names_of(fields)}")
+        filled.append(str(value) if isinstance(value, int | float) else text_of(value, name))
+    return "".join(filled)
+
+
+MISSING: Final = object()
+"""The value of a field that an object does not have."""
+
+
+def value_of(record: Mapping[str, object], name: str) -> object:
+    """Returns the value of a field, or of a field of a nested object: `a.b`; `MISSING` if there is none."""
+    value: object = record
+    for part in [name] if name in record else name.split("."):
+        value = value.get(part, MISSING) if isinstance(value, Mapping) else MISSING
+    return value
+
+
+def text_of(value: object, name: str) -> str:
+    """Returns a field's text: a text, or the texts of a message's content parts, joined.
+
+    Raises:
+        Unfilled: the field has no text, or a part that is not text, such as an image.
+    """
+    if isinstance(value, str):
+        return value
+    if value is None:
+        raise Unfilled(f": field {name!r} is null")
+    if not isinstance(value, list):
+        raise Unfilled(f": field {name!r} is a {type(value).__name__}")
+    texts = []
+    for part in value:
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise Unfilled(f": field {name!r} is a list with {'a message' if is_message(part) else repr(kind)}")
+        texts.append(text)
+    return "".join(texts)
+
+
+def is_message(value: object) -> bool:
+    """Returns True for an object that looks like a message of a chat."""
+    return isinstance(value, Mapping) and {"role", "content"} <= value.keys()
+
+
+def names_of(record: Mapping[str, object]) -> str:
+    """Lists the fields of an object, and of its nested objects, for messages."""
+    names = []
+    for name, value in record.items():
+        inner = [f"{name}.{part}" for part in value] if isinstance(value, Mapping) else []
+        chat = " (a chat)" if isinstance(value, list) and value and is_message(value[0]) else ""
+        names += [f"{part!r}{chat}" for part in inner or [name]]
+    return ", ".join(names[:8]) or "nothing"

@@ -103,8 +103,6 @@ def _folder_sources(folder: Path, format: InputFormat) -> list[Source]:
 def _file_source(path: Path, format: InputFormat, *, from_folder: bool = False) -> Source:
     suffixes = path.suffixes[:-1] if path.suffix in _COMPRESSED else path.suffixes
     suffix = suffixes[-1] if suffixes else ""
-    if format == "auto" and suffix == ".json" and not from_folder and _is_array(path):
-        raise json_array_error(str(path))
     if format == "auto" and suffix in _TABLES and not from_folder:
         delimiter = ", delimiter='\\t'" if suffix == ".tsv" else ""
         rows = f"csv.DictReader(open({str(path)!r}, newline='', encoding='utf-8'){delimiter})"
@@ -117,8 +115,8 @@ def _file_source(path: Path, format: InputFormat, *, from_folder: bool = False) 
     if format == "auto" and suffix == ".json" and not from_folder:
         raise input_error(
             str(path),
-            ".json may be a single value or one per line",
-            "use --format jsonl (one per line) or --format text",
+            ".json may be one array, or one object per line",
+            "use --format jsonl for objects, after jq -c '.[]' FILE > FILE.jsonl for an array; or --format text",
         )
     kind: InputFormat = format
     if format == "auto":
@@ -133,14 +131,6 @@ def _file_source(path: Path, format: InputFormat, *, from_folder: bool = False) 
 def json_array_error(label: str) -> ConfigError:
     """Returns the error for a file that is one JSON array."""
     return input_error(label, "is a JSON array, not one object per line", "jq -c '.[]' FILE > FILE.jsonl")
-
-
-def _is_array(path: Path) -> bool:
-    """Returns True if the first character of a regular file is the bracket of a JSON array."""
-    if not path.is_file() or not os.access(path, os.R_OK):
-        return False
-    with path.open("rb") as file:
-        return file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
 
 
 def _suggestion(path: Path) -> str:

@@ -7,17 +7,13 @@ ordinary text; only the writer of a pair adds the end-of-document token.
 
 import hashlib
 import json
-import multiprocessing
-import os
 import re
 import shlex
 import signal
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from itertools import accumulate, pairwise
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -120,9 +116,6 @@ class JsonTokenizer:
         self.backend.encode_special_tokens = True
         # Ids may have gaps, so the largest id may exceed the number of entries.
         self.vocab_size = max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
-
-    def __reduce__(self) -> tuple[type["JsonTokenizer"], tuple[TokenizerKind, str, int, "RustTokenizer"]]:
-        return JsonTokenizer, (self.kind, self.name, self.eod, self.backend)  # runs __post_init__ when unpickled
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[TokenArray]:
         """Returns the token ids of each text as one 1-D array per text; eod is not added.
@@ -231,26 +224,6 @@ def train_bpe(sample: Iterable[bytes], vocab_size: int) -> JsonTokenizer:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     return bpe_from_json(tokenizer.to_str())
-
-
-def begin_child(threads: int | None) -> None:
-    """Makes this child process ignore Ctrl-C, which only its parent handles, and exit when its parent ends.
-
-    Args:
-        threads: the number of threads of the child's tokenizer; None for one per core.
-    """
-    for interrupt in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(interrupt, signal.SIG_IGN)
-    if threads is not None:
-        os.environ["RAYON_NUM_THREADS"] = str(threads)  # read when the tokenizer's thread pool starts
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)
 
 
 def bpe_from_json(text: str) -> JsonTokenizer:

@@ -1,5 +1,4 @@
-"""Reads prepared data back as text: the first documents, the lengths of all documents, and one training
-sequence."""
+"""Reads prepared data back as text: the first documents, and the lengths of all documents."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,9 +8,8 @@ import numpy as np
 
 from canzona_cli.config.schema import DataConfig
 from canzona_cli.data.corpus import saved_tokenizer
-from canzona_cli.data.division import held_out
-from canzona_cli.data.indexed import PairInfo, bin_path, inspect_pair
-from canzona_cli.data.sidecar import Sidecar, load_sidecar
+from canzona_cli.data.indexed import PairInfo, Sidecar, bin_path, inspect_pair, load_sidecar
+from canzona_cli.data.order import held_out
 from canzona_cli.data.tokenizers import TokenArray, Tokenizer
 
 BINS = 6
@@ -19,8 +17,6 @@ BINS = 6
 MOST_COUNTED = 1 << 26
 """The maximum number of tokens that are read to describe data: among these, unknown ones are counted in a tenth of a
 second."""
-END = "[end of document]"
-"""The line that stands for an end-of-document token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,23 +81,16 @@ class DataView:
     """The documents held out by default; None for data that would take long to read."""
     documents: tuple[ShownDocument, ...]
     """The first documents, without text if the tokenizer is unknown."""
-    sequence: str | None
-    """The text of one training sequence, with `END` between documents; None if it was not requested or the
-    tokenizer is unknown."""
     unknown: UnknownTokens | None
     """The tokens that stand for unknown text; None if the tokenizer has no such token, or is not known."""
-    sequence_documents: int
-    """The number of documents in the sequence, including an incomplete last one."""
 
 
-def view(prefix: Path, *, documents: int, tokens: int, seq_length: int | None) -> DataView:
+def view(prefix: Path, *, documents: int, tokens: int) -> DataView:
     """Reads the first documents of a prepared pair, and the statistics of all its documents.
 
     Args:
         documents: the number of documents to show.
         tokens: the maximum number of tokens to show per document.
-        seq_length: the length of the training sequence to show, in tokens; None to show no sequence. The
-            sequence is taken from the start of the data, whereas training reads documents in a random order.
 
     Raises:
         ConfigError: the pair is missing, or a file of it is damaged.
@@ -111,9 +100,6 @@ def view(prefix: Path, *, documents: int, tokens: int, seq_length: int | None) -
     tokenizer = None if sidecar is None else saved_tokenizer(pair.prefix, sidecar.tokenizer, sidecar.eod)
     ids: TokenArray = np.memmap(bin_path(pair.prefix), dtype=pair.dtype, mode="r")
     ends = np.cumsum(pair.lengths, dtype=np.int64)[pair.document_ends - 1]
-    sequence = None
-    if tokenizer is not None and seq_length is not None:
-        sequence = _text(tokenizer, ids[:seq_length])
     return DataView(
         pair=pair,
         sidecar=sidecar,
@@ -121,8 +107,6 @@ def view(prefix: Path, *, documents: int, tokens: int, seq_length: int | None) -
         unknown=_unknown_tokens(ids, tokenizer),
         held_out=_held_out(pair) if pair.tokens <= MOST_COUNTED else None,
         documents=tuple(_documents(ids, ends[:documents].tolist(), tokens, tokenizer)),
-        sequence=sequence,
-        sequence_documents=0 if sequence is None else int(np.searchsorted(ends, min(seq_length or 0, ids.size))) + 1,
     )
 
 
@@ -159,20 +143,10 @@ def _documents(ids: TokenArray, ends: list[int], most: int, tokenizer: Tokenizer
     start = 0
     for index, end in enumerate(ends):
         shown = ids[start : min(end, start + most)]
-        text = "" if tokenizer is None else _text(tokenizer, shown).removesuffix(f"\n{END}\n")
+        without_end = shown[:-1] if tokenizer is not None and shown.size and shown[-1] == tokenizer.eod else shown
+        text = "" if tokenizer is None else tokenizer.decode(without_end.tolist())
         yield ShownDocument(number=index, tokens=end - start, text=text, cut=end - start > most)
         start = end
-
-
-def _text(tokenizer: Tokenizer, ids: TokenArray) -> str:
-    """Decodes ids, with a line `END` for each end of a document."""
-    parts = np.split(ids, np.flatnonzero(ids == tokenizer.eod) + 1)
-    return "".join(
-        f"{tokenizer.decode(part[:-1].tolist())}\n{END}\n"
-        if part.size and part[-1] == tokenizer.eod
-        else tokenizer.decode(part.tolist())
-        for part in parts
-    )
 
 
 def _length_summary(lengths: np.ndarray[tuple[int], np.dtype[np.int64]]) -> LengthSummary:

@@ -4,7 +4,6 @@ ranks. This module does not import torch."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from canzona_cli.checkpoint.contents import saved_data, saved_run
 from canzona_cli.checkpoint.store import StoredCheckpoint
@@ -57,7 +56,7 @@ def prepare(
     *,
     recipes_dirs: Sequence[Path] = (),
     documents: Documents | None = None,
-    batches: int | Literal["all"] | None = None,
+    all_sequences: bool = False,
     on_progress: Callable[[str, float], None] | None = None,
 ) -> PreparedEvaluation:
     """Prepares an evaluation: resolves its configuration, and checks everything that can be checked before
@@ -66,8 +65,7 @@ def prepare(
     Args:
         overrides: changes to the settings of the run that saved the checkpoint.
         documents: the documents to read; None for held-out ones of the run's data, or all of other data.
-        batches: the number of global batches; None for `train.eval_sequences` sequences, `all` for all
-            sequences. No sequence is read twice, even if there are fewer than these.
+        all_sequences: read every sequence once, not only `train.eval_sequences` of them.
 
     Raises:
         ConfigError: settings or data are not valid, the model is not the checkpoint's, the run held out no
@@ -92,7 +90,9 @@ def prepare(
     documents = documents or ("all" if _replaces_data(overridden) else "held-out")
     corpus = _corpus(config, documents, saved_plan, on_progress)
     check_tokenizer(saved_plan, str(checkpoint.path), config, corpus)
-    config = replace(config, train=replace(config.train, eval_sequences=_sequences(config, corpus, batches)))
+    if all_sequences:
+        longest = max(data.validation_tokens // config.train.seq_length for data in corpus.sets)
+        config = replace(config, train=replace(config.train, eval_sequences=max(1, longest)))
     notes = (*composed.warnings, *other_text(saved_plan, corpus))
     return PreparedEvaluation(config=config, layout=layout, corpus=corpus, checkpoint=checkpoint, notes=notes)
 
@@ -181,16 +181,6 @@ def _corpus(
     corpus = ensure_corpus(no_validation, on_progress)
     sets = [replace(data, train_tokens=0, validation_tokens=data.tokens) for data in corpus.sets]
     return replace(corpus, sets=tuple(sets))
-
-
-def _sequences(config: RunConfig, corpus: PreparedCorpus, batches: int | Literal["all"] | None) -> int:
-    """Returns the number of sequences to read of each set."""
-    if batches is None:
-        return config.train.eval_sequences
-    if batches == "all":
-        return max(1, *(data.validation_tokens // config.train.seq_length for data in corpus.sets))
-    assert config.train.global_batch_size is not None
-    return batches * config.train.global_batch_size
 
 
 class _LineView(TrainView):

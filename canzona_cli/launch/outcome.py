@@ -27,8 +27,8 @@ from canzona_cli.core.errors import (
 )
 from canzona_cli.core.host import machine_name
 from canzona_cli.records.files import RunFiles
+from canzona_cli.records.protection import MARK
 from canzona_cli.records.records import FAILURES, RankError, RankResult, RunResult, read_rank
-from canzona_cli.records.watchdog import MARK
 
 _SECONDARY = re.compile(
     r"connection (was )?(reset|closed|refused|aborted)|broken pipe|socket timeout|timed out|connectfullmesh"

@@ -20,7 +20,7 @@ import psutil
 
 from canzona_cli.config.schema import TrackerName
 from canzona_cli.launch.outcome import Outcome
-from canzona_cli.records import orphan
+from canzona_cli.records import protection
 from canzona_cli.records.codec import record_dict
 from canzona_cli.records.files import RunFiles
 
@@ -46,7 +46,7 @@ def start_child(
     """
     with log.open("ab") as output:
         return subprocess.Popen(
-            [sys.executable, str(Path(orphan.__file__)), str(os.getpid()), *command],
+            [sys.executable, str(Path(protection.__file__)), str(os.getpid()), *command],
             env={**os.environ, **environment},
             stdin=stdin,
             stdout=output,

@@ -9,27 +9,21 @@ from typing import Final
 from canzona_cli.checkpoint.huggingface.folder import TOKENIZER
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import override_text
-from canzona_cli.core.errors import CanzonaError, ConfigError, Problem, value_of
+from canzona_cli.core.errors import ConfigError, Problem, value_of
 from canzona_cli.core.setup import Layout
-from canzona_cli.data.division import held_out
-from canzona_cli.data.indexed import inspect_pair
+from canzona_cli.data.indexed import saved_tokenizer_path
 from canzona_cli.data.order import (
     Order,
     about_by_share,
     continue_plan,
-    count_reads,
     order_of,
-    set_positions,
     set_sizes,
 )
-from canzona_cli.data.sidecar import saved_tokenizer_path
 from canzona_cli.data.tokenizers import read_backend
 from canzona_cli.launch.resume import Resumption
 from canzona_cli.records.corpus import DataPlan, PreparedCorpus, PreparedSet, samples_needed
 from canzona_cli.records.words import clean
 
-_MOST_COUNTED: Final = 50_000_000
-"""The number of documents and samples up to which repeated tokens are counted, in about half a minute."""
 _ORDER_SETTINGS: Final = (
     *("train.steps", "train.global_batch_size", "train.batch_rampup", "train.seq_length", "train.seed"),
     *("data.validation", "data.validation_fraction", "data.blend"),
@@ -158,9 +152,6 @@ def _order_warnings(
     resumption: Resumption, before: RunConfig, config: RunConfig, saved: DataPlan, plan: DataPlan
 ) -> Iterator[str]:
     """Yields a warning for each set whose samples have another order than in the checkpoint's run."""
-    done = resumption.progress.samples
-    positions = set_positions(saved, done, about_by_share)
-    left = about_by_share([part.share for part in plan.corpus.sets], plan.samples - done)
     for number, part in enumerate(plan.corpus.sets):
         known = _before(saved, part)
         if known is None or _differ(known, part):
@@ -170,7 +161,6 @@ def _order_warnings(
         new = _order(config, part, set_sizes(plan)[number])
         if old == new:
             continue
-        first, last = positions[place], positions[place] + left[number]
         data = "the data" if len(plan.corpus.sets) == 1 else clean(part.name)
         causes = [
             f"{key}={override_text(value_of(config, key))}"
@@ -179,34 +169,13 @@ def _order_warnings(
         ]
         yield (
             f"{', '.join(causes) or 'the resumed run'} changes the order of {data} from step {resumption.step + 1:,} "
-            f"on: {_epochs(new)} instead of {_epochs(old)}{_count_words(config, part, old, new, first, last)}"
+            f"on: {_epochs(new)} instead of {_epochs(old)}. Some text is then read again, and other text not at all"
         )
 
 
 def _epochs(order: Order) -> str:
     epochs = "1 epoch" if order.epochs == 1 else f"{order.epochs} epochs"
     return f"{epochs}, the last by itself" if order.separate_last else epochs
-
-
-def _count_words(config: RunConfig, part: PreparedSet, old: Order, new: Order, first: int, last: int) -> str:
-    """Returns what the change of order repeats and leaves out, as the end of a sentence; empty if it cannot be
-    counted."""
-    try:
-        pair = inspect_pair(part.prefix)
-    except CanzonaError:
-        return ""
-    lengths = pair.lengths[~held_out(pair, part.division, config.data)]
-    if old.tokens != new.tokens or int(lengths.sum()) != new.tokens:
-        return ""
-    if max(new.epochs * len(lengths), old.epochs * len(lengths), new.samples, old.samples) > _MOST_COUNTED:
-        return ""
-    resumed = count_reads(lengths, [(old, 0, first), (new, first, last)], epochs=new.epochs)
-    whole = count_reads(lengths, [(new, 0, last)], epochs=new.epochs)
-    times = "once" if new.epochs == 1 else f"{new.epochs} times"
-    return (
-        f". Of {new.tokens:,} training tokens, {resumed.never:,} are then never read and {resumed.too_often:,} more "
-        f"than {times}; with one order for the whole run, {whole.never:,} and {whole.too_often:,}"
-    )
 
 
 def _order(config: RunConfig, part: PreparedSet, samples: int) -> Order:

@@ -6,8 +6,8 @@ at the end.
   signals that a batch system sends to every process.
 - The process tree is killed at once if training has not begun (there is nothing to save), on a second Ctrl-C
   (a third one during a save), or if the workers neither end nor write a checkpoint within the grace period.
-- Ranks that hang write their stacks to their logs and exit (`canzona_cli.records.watchdog`).
-- If the launcher itself is killed, the kernel kills torchrun and then the workers (`canzona_cli.records.orphan`).
+- Ranks that hang write their stacks to their logs and exit (`canzona_cli.records.protection`).
+- If the launcher itself is killed, the kernel kills torchrun and then the workers (`canzona_cli.records.protection`).
 """
 
 import time
@@ -40,8 +40,8 @@ from canzona_cli.launch.view import Monitor, TrainView
 from canzona_cli.records.codec import record_dict, save
 from canzona_cli.records.corpus import PreparedCorpus
 from canzona_cli.records.files import RunFiles, StopReason, try_append_json_line
+from canzona_cli.records.protection import VARIABLE
 from canzona_cli.records.records import FIRST_STAGE, Incident, StageEvent
-from canzona_cli.records.watchdog import VARIABLE
 from canzona_cli.records.words import plural
 
 STOP_GRACE_S = 60.0

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import ClassVar, Final, Literal, get_args
 
 from canzona_cli.core.errors import Problem, collect_problems, refuse
-from canzona_cli.core.host import clock_name
 from canzona_cli.core.phases import StepTimeline
 from canzona_cli.core.setup import Layout
 from canzona_cli.records.codec import load, load_if_valid, record_of, save
@@ -354,12 +353,10 @@ def read_evaluation(files: RunFiles) -> Evaluation:
 class RankTimeline:
     """The contents of timeline/rank-NNNNN.json."""
 
-    VERSION: ClassVar[int] = 1
+    VERSION: ClassVar[int] = 2
 
     rank: int
     host: str
-    clock: str
-    """The name of the rank's clock, equal on ranks that share a clock."""
     steps: tuple[StepTimeline, ...]
 
 
@@ -368,7 +365,7 @@ def write_timeline(files: RunFiles, rank: int, steps: Sequence[StepTimeline]) ->
     written."""
     if not steps:
         return
-    timeline = RankTimeline(rank=rank, host=socket.gethostname(), clock=clock_name(), steps=tuple(steps))
+    timeline = RankTimeline(rank=rank, host=socket.gethostname(), steps=tuple(steps))
     try:
         files.timelines.mkdir(exist_ok=True)
         save(files.timeline(rank), timeline, indented=False)  # a step of a large model has thousands of entries

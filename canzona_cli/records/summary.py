@@ -4,7 +4,7 @@ import math
 import shlex
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
@@ -35,9 +35,6 @@ from canzona_cli.records.words import plural
 
 Record = StepMetrics | ValidationLoss | Event
 _LOCKS: Final = Path("/proc/locks")
-_CLOCK_NOISE_S: Final = 1.0
-"""The number of seconds by which a line may be earlier than the line before it. The launcher and rank 0 write
-to the same file; only a larger difference means that the clock was set back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,33 +71,19 @@ def goodput_of(files: RunFiles, events: Sequence[Event]) -> Goodput | None:
         events: the events of every launch in the directory.
     """
     launches = [files, *_earlier_launches(files)]
-    lasting, *lost = [_with_rising_times(read_lines(folder.metrics, StepMetrics)[0]) for folder in launches]
+    lasting, *lost = [read_lines(folder.metrics, StepMetrics)[0] for folder in launches]
     records: list[Record] = [*lasting, *chain(*lost), *events]
     for folder in launches:
-        records += _with_rising_times(read_lines(folder.validation, ValidationLoss)[0])
+        records += read_lines(folder.validation, ValidationLoss)[0]
     moments = [record.time for record in records if record.time is not None]
     launched_s = time_in_launches(records)
     wall_s = max(moments, default=0.0) - min(moments, default=0.0)
     if not lasting or launched_s is None or wall_s <= 0:
         return None
     kept_s, redone_s = _step_seconds(lasting), math.fsum(map(_step_seconds, lost))
-    # Launches seem to overlap if the clock was set back between them.
+    # Times overlap if the clock was set back.
     wall_s = max(wall_s, kept_s + redone_s)
     return Goodput(wall_s=wall_s, kept_s=kept_s, redone_s=redone_s, between_s=max(0.0, wall_s - launched_s))
-
-
-def _with_rising_times[R: (StepMetrics, ValidationLoss, Event)](lines: Sequence[R]) -> list[R]:
-    """Corrects the times of a file's lines if the clock was set back: from the first line that is too early,
-    all times are shifted so that this line gets the time of the previous line."""
-    corrected: list[R] = []
-    newest, set_back_s = -math.inf, 0.0
-    for line in lines:
-        if line.time is not None:
-            if line.time + set_back_s < newest - _CLOCK_NOISE_S:
-                set_back_s = newest - line.time
-            newest = line.time + set_back_s
-        corrected.append(replace(line, time=newest) if set_back_s and line.time is not None else line)
-    return corrected
 
 
 def time_in_launches(records: Sequence[Record]) -> float | None:
@@ -135,10 +118,8 @@ def earlier_events(files: RunFiles) -> list[Event]:
 
 def events_of(files: RunFiles) -> list[Event]:
     """Reads events.jsonl: the events of the newest launch, and earlier ones up to the checkpoint it resumed
-    from. Times are corrected if the clock was set back."""
-    return _with_rising_times(
-        [event for line in JsonLines(files.events).read() if (event := event_of(line)) is not None]
-    )
+    from."""
+    return [event for line in JsonLines(files.events).read() if (event := event_of(line)) is not None]
 
 
 def _earlier_launches(files: RunFiles) -> list[RunFiles]:
@@ -337,7 +318,7 @@ def load_summary(run_dir: Path) -> RunSummary:
         },
         skipped=max((line.skipped for line in metrics), default=0),
         fallbacks=max((line.fallbacks for line in metrics), default=0),
-        elapsed_s=time_in_launches((*_with_rising_times(metrics), *_with_rising_times(validation), *events)),
+        elapsed_s=time_in_launches((*metrics, *validation, *events)),
         errors=_failed_ranks(files),
         breakdown=breakdown,
         config=config,
@@ -359,7 +340,7 @@ def _supply(files: RunFiles, config: RunConfig | None, layout: Layout | None) ->
 
 def _config(files: RunFiles, notes: list[str]) -> tuple[RunConfig | None, Mapping[str, object]]:
     """Returns the configuration, None if it cannot be read, and the settings that this version does not have."""
-    from canzona_cli.config.run_file import OTHER_VERSION, load_known
+    from canzona_cli.config.compose import OTHER_VERSION, load_known
 
     try:
         config, unknown = load_known(files.config)

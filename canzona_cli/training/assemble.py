@@ -22,7 +22,7 @@ from canzona_cli.core.megatron.timers import PhaseTimer
 from canzona_cli.core.optimizers import cpu_matmuls
 from canzona_cli.core.planner.plan import Plan
 from canzona_cli.core.setup import Execution, Layout
-from canzona_cli.records.watchdog import PATIENCE, VARIABLE
+from canzona_cli.records.protection import PATIENCE, VARIABLE
 
 
 def join(config: RunConfig, layout: Layout, *, alive: Callable[[], None] = lambda: None) -> World:

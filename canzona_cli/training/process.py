@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Final, NoReturn
 from canzona_cli.config.secrets import RedactingFormatter
 from canzona_cli.core.errors import EnvironmentProblem
 from canzona_cli.records.files import RunFiles
-from canzona_cli.records.orphan import die_with_parent
+from canzona_cli.records.protection import die_with_parent, guard
 from canzona_cli.records.records import FIRST_STAGE, Ending
-from canzona_cli.records.streams import guard
 from canzona_cli.records.words import plural
 from canzona_cli.training.records import Journal, RankRecord
 

@@ -22,6 +22,7 @@ from canzona_cli.records.files import (
     write_json_atomic,
     write_json_or_overwrite,
 )
+from canzona_cli.records.protection import Stage, Watchdog
 from canzona_cli.records.records import (
     CheckpointEvent,
     Ending,
@@ -35,7 +36,6 @@ from canzona_cli.records.records import (
     StepMetrics,
     ValidationLoss,
 )
-from canzona_cli.records.watchdog import Stage, Watchdog
 
 _NOT_A_RUN = (
     "a worker needs a run directory that `canzona train` has made; start the run with `canzona train`, which also runs "

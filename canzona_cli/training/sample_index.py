@@ -25,9 +25,9 @@ from megatron.core.datasets.utils import Split
 from canzona_cli.config.schema import DataConfig
 from canzona_cli.core.errors import EnvironmentProblem, Problem, refuse, write_error
 from canzona_cli.core.megatron.parallel import gather
-from canzona_cli.data.division import Mask, held_out
+from canzona_cli.core.writing import exclusive_lock
 from canzona_cli.data.indexed import inspect_pair
-from canzona_cli.data.locks import exclusive_lock
+from canzona_cli.data.order import Mask, held_out
 from canzona_cli.records.corpus import PreparedCorpus, PreparedSet
 
 _HASHES: Final = "files.json"

@@ -13,7 +13,7 @@ import pytest
 
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.checkpoint.verify import verify
-from canzona_cli.records import streams
+from canzona_cli.records import protection
 from canzona_cli.records.files import RunFiles, read_json
 from tests.attacks.victim import FULL, Attack, Streams, Victim, attacked, steps
 
@@ -129,7 +129,7 @@ def test_a_reader_that_has_gone_or_reads_no_more_keeps_no_run_from_being_saved(
     train: Attack, files: RunFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`canzona train | less`, nobody at the keyboard: the pipe is full before the first line."""
-    monkeypatch.setattr(streams, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(protection, "_PATIENCE_S", 0.1)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     with suppress(BlockingIOError):

@@ -22,8 +22,8 @@ from canzona_cli.core.errors import CanzonaError, ConfigError
 from canzona_cli.core.model.geometry import unit_shape
 from canzona_cli.core.setup import ModelConfig
 from canzona_cli.data import reading
-from canzona_cli.data.reading import Reader, ReadSettings, pieces
-from canzona_cli.data.sidecar import Tally
+from canzona_cli.data.indexed import Tally
+from canzona_cli.data.reading import Reader, ReadSettings
 from canzona_cli.data.sources import find_sources
 from canzona_cli.data.tokenizers import load_json_tokenizer
 from tests.cli.commands.support import canzona
@@ -210,14 +210,11 @@ def read(path: Path) -> tuple[list[bytes], Tally]:
     """All its text, and what was counted."""
     inputs, problems = find_sources([str(path)], "auto")
     assert not problems
-    reader, tally, texts = Reader(settings=ReadSettings(piece=1 << 20)), Tally(), []
+    reader, texts = Reader(settings=ReadSettings(piece=1 << 20)), []
     for source in inputs:
-        for item in reader.read(source):
-            if isinstance(item, Tally):
-                tally.add(item)
-            else:
-                texts += [piece.data for piece in pieces(item, reader.settings, tally)]
-    return texts, tally
+        for batch in reader.read(source):
+            texts += [piece.data for piece in batch]
+    return texts, reader.tally
 
 
 @pytest.fixture

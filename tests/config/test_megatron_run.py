@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.megatron_arguments import TYPED, default, meaning, table
-from canzona_cli.config.megatron_parser import defaults, parser
+from canzona_cli.config.megatron_arguments import TYPED, default, defaults, meaning, parser, table
 from canzona_cli.config.megatron_translation import MegatronRun, read_megatron_run
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import settings

@@ -6,8 +6,7 @@ import pytest
 
 from canzona_cli.checkpoint.manifest import Progress
 from canzona_cli.checkpoint.torch_dist.arguments import schedule_state
-from canzona_cli.cli.outlook import outlook
-from canzona_cli.cli.views.header import describe_batch
+from canzona_cli.cli.views.header import describe_batch, outlook
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.resolve import resolve
 from canzona_cli.config.schema import RunConfig

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.config.compose import compose_run, dump_resolved, load_resolved
+from canzona_cli.config.compose import CHOSEN, compose_run, dump_resolved, load_resolved
 from canzona_cli.config.resolve import resolve
-from canzona_cli.config.run_file import CHOSEN
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import ConfigError
 from tests.refusals import refused

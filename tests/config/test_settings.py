@@ -17,7 +17,7 @@ from canzona_cli.config.recipes import GROUPS
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import Setting, setting_of, settings, settings_affecting
 from canzona_cli.config.typed import build
-from canzona_cli.config.unknown_keys import REMOVED, RENAMED, closest_key, unknown_key
+from canzona_cli.config.unknown_keys import closest_key, hints, renamed, unknown_key
 from canzona_cli.core.fields import CURVE, LAYOUT, MODEL, NOTHING, OPTIMIZER, PLAN, SPREAD, Range
 from canzona_cli.core.setup import OPTIMIZERS, Layout
 from tests.refusals import refused
@@ -179,7 +179,7 @@ def test_the_effects_that_matter_most_are_said() -> None:
     assert settings_affecting(LAYOUT) == ("parallel.tp", "parallel.pp", "parallel.vpp", "parallel.cp", "parallel.ep")
 
 
-@pytest.mark.parametrize(("name", "key"), RENAMED.items())
+@pytest.mark.parametrize(("name", "key"), renamed().items())
 def test_a_name_of_another_program_is_answered_with_a_setting_that_exists(name: str, key: str) -> None:
     assert key in settings() or key in GROUPS
     ours = {setting.rpartition(".")[2] for setting in settings()} - {"resume"}  # of a checkpoint, which names its run
@@ -241,10 +241,10 @@ def test_a_list_of_options_needs_no_quotes_inside() -> None:
     assert parse_overrides(["cluster.command=['a b',--c=d]"]).problems, "quotes have to be right"
 
 
-@pytest.mark.parametrize("key", REMOVED)
+@pytest.mark.parametrize("key", hints("settings"))
 def test_a_removed_setting_says_what_to_use(key: str) -> None:
     problem = unknown_key(key, "1")
-    assert (key in settings(), problem.reason, problem.fix) == (False, "no longer exists", REMOVED[key])
+    assert (key in settings(), problem.reason, problem.fix) == (False, "no longer exists", hints("settings")[key])
     assert all(setting_of(named) for named in re.findall(r"(?:write|use|set) (\w+\.\w+)", problem.fix))
 
 

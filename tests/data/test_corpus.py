@@ -14,13 +14,12 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.config.resolve import resolve
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import EnvironmentProblem
+from canzona_cli.core.writing import Busy, exclusive_lock
 from canzona_cli.data.build import BuiltPair
 from canzona_cli.data.corpus import ensure_corpus, token_bytes, tokenizer_of
-from canzona_cli.data.division import split_tokens
-from canzona_cli.data.indexed import bin_path, idx_path, inspect_pair
-from canzona_cli.data.locks import Busy, exclusive_lock
+from canzona_cli.data.indexed import bin_path, idx_path, inspect_pair, saved_tokenizer_path, sidecar_path
+from canzona_cli.data.order import split_tokens
 from canzona_cli.data.prepare import PrepareRequest, prepare
-from canzona_cli.data.sidecar import saved_tokenizer_path, sidecar_path
 from canzona_cli.data.sources import stdlib_sources
 from canzona_cli.records.corpus import supply
 from canzona_cli.records.files import cache_root
@@ -202,7 +201,7 @@ def test_missing_and_damaged_data_are_told(tmp_path: Path) -> None:
 def test_the_lock_excludes_and_dies_with_its_holder(tmp_path: Path) -> None:
     path = tmp_path / ".p.lock"
     code = (
-        "import sys, time; from pathlib import Path; from canzona_cli.data.locks import exclusive_lock\n"
+        "import sys, time; from pathlib import Path; from canzona_cli.core.writing import exclusive_lock\n"
         "with exclusive_lock(Path(sys.argv[1])): print('held', flush=True); time.sleep(3600)"
     )
     holder = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)

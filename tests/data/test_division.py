@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from canzona_cli.config.schema import DataConfig
-from canzona_cli.data.division import Mask, held_out, split_tokens
 from canzona_cli.data.indexed import inspect_pair
+from canzona_cli.data.order import Mask, held_out, split_tokens
 from tests.data.test_indexed import Document, write
 from tests.data.texts import drawn
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from canzona_cli.config.schema import DataConfig
 from canzona_cli.core.errors import ConfigError
-from canzona_cli.data.division import split_tokens
 from canzona_cli.data.indexed import PairWriter, bin_path, idx_path, inspect_pair
+from canzona_cli.data.order import split_tokens
 from canzona_cli.data.tokenizers import TokenArray
 from tests.refusals import refused
 

@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from canzona_cli.core.errors import ConfigError, EnvironmentProblem
+from canzona_cli.data.indexed import Tally
 from canzona_cli.data.prepare import PrepareRequest, prepare
-from canzona_cli.data.reading import Batch, DocumentUnit, Reader, ReadSettings, cut_stream, piece_bytes, pieces
-from canzona_cli.data.sidecar import Tally
+from canzona_cli.data.reading import DocumentUnit, Reader, ReadSettings, cut_stream, piece_bytes
 from canzona_cli.data.sources import InputFormat, Source, find_sources, stdlib_digest, stdlib_sources
 
 
@@ -40,20 +40,17 @@ def read(
     if problems:
         raise ConfigError(*problems)
     reader = Reader(settings=ReadSettings(piece=piece, document=document, text_key=text_key))
-    documents, growing, tally = [], b"", Tally()
+    documents, growing = [], b""
     for source in sources:
-        for item in reader.read(source):
-            if isinstance(item, Tally):
-                tally.add(item)
-                continue
-            for data, last in pieces(item, reader.settings, tally):
+        for batch in reader.read(source):
+            for data, last in batch:
                 assert 0 < len(data) <= piece
                 growing += data
                 if last:
                     documents.append(growing)
                     growing = b""
     assert growing == b""
-    return documents, tally, reader
+    return documents, reader.tally, reader
 
 
 def fails(*inputs: Path | str, wanted: InputFormat = "auto", text_key: str = "text") -> ConfigError:
@@ -188,9 +185,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     assert read(tmp_path / "a.txt")[0] == [b"hello"]
     (tmp_path / "b").write_bytes(b'\xef\xbb\xbf{"text": "hello"}')
     piped = Source(label="standard input", path=tmp_path / "b", format="auto", size=23)
-    batch = next(Reader(settings=ReadSettings(piece=100)).read(piped))
-    assert isinstance(batch, Batch)
-    assert (batch.form, batch.items) == ("jsonl", [b'{"text": "hello"}'])
+    assert next(Reader(settings=ReadSettings(piece=100)).read(piped)) == [(b"hello", True)]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.data.template import Unfilled, fill, template_problem
+from canzona_cli.data.reading import Unfilled, fill, template_problem
 from tests.cli.commands.support import canzona
 
 CHAT = [{"role": "user", "content": "2 + {2}?"}, {"role": "assistant", "content": "4\n"}]

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from canzona_cli.records.codec import record_dict, save
 from canzona_cli.records.files import RunFiles, append_json_line
-from canzona_cli.records.orphan import die_with_parent
+from canzona_cli.records.protection import Watchdog, die_with_parent
 from canzona_cli.records.records import RankError, RankResult, StepMetrics
-from canzona_cli.records.watchdog import Watchdog
 
 BEHAVIOURS = ("done", "raise", "endless", "deaf", "stuck", "absent")
 STEPS = 4

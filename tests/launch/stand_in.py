@@ -15,9 +15,8 @@ from canzona_cli.checkpoint.manifest import Header, Progress, Shard
 from canzona_cli.core.errors import ExitCode
 from canzona_cli.records.codec import load_if_valid, record_dict, save
 from canzona_cli.records.files import RunFiles, append_json_line
-from canzona_cli.records.orphan import LAUNCHER_VARIABLE
+from canzona_cli.records.protection import LAUNCHER_VARIABLE, Watchdog
 from canzona_cli.records.records import RankError, RankResult, ResumePoint, StageEvent, StepMetrics, read_layout
-from canzona_cli.records.watchdog import Watchdog
 
 STEPS = 6
 STEP_S = 0.01

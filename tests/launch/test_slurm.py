@@ -1,7 +1,7 @@
 """The settings that a run takes from a Slurm step, and the batch script it becomes."""
 
+import shlex
 import subprocess
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,13 +15,15 @@ from canzona_cli.config.settings import settings
 from canzona_cli.core.errors import ConfigError, EnvironmentProblem
 from canzona_cli.core.setup import ClusterConfig
 from canzona_cli.launch import slurm
-from canzona_cli.launch.slurm import SlurmStep, current_step, fill_in_step, first_host
-from canzona_cli.launch.slurm_job import (
+from canzona_cli.launch.slurm import (
     JobOptions,
-    check_options,
-    gpu_problems,
+    SlurmStep,
+    current_step,
+    directives_of,
+    fill_in_step,
+    first_host,
+    job_problems,
     render,
-    task_indices,
     template_text,
     write_arguments,
 )
@@ -43,6 +45,10 @@ def two_nodes(**cluster: object) -> RunConfig:
     config = run_config(gpus=4, nodes=2)
     changed: ClusterConfig = replace(config.cluster, **cluster)  # type: ignore[arg-type]
     return replace(config, cluster=changed)
+
+
+def job(*options: str, requeues: int = 20, signal_before: int = 180) -> JobOptions:
+    return JobOptions(directives=directives_of(options, "--sbatch"), requeues=requeues, signal_before=signal_before)
 
 
 def directives(script: str) -> list[str]:
@@ -127,8 +133,9 @@ def test_the_first_host_of_slurms_notation(node_list: str, host: str) -> None:
 
 
 def test_a_script_says_what_was_asked_for_and_keeps_the_rest_of_the_template() -> None:
-    options = JobOptions(time="1-00:00:00", partition="big,small", account="a.b", qos="q", array="0-3%2", requeues=5)
-    script = render(two_nodes(device="cuda"), replace(options, signal_before=90), ["recipe=qwen3-tiny"])
+    asked_for = ("--time=1-00:00:00", "--partition=big,small", "--account=a.b", "--qos=q", "--array=0-3%2")
+    options = job(*asked_for, requeues=5, signal_before=90)
+    script = render(two_nodes(device="cuda"), options, ["recipe=qwen3-tiny"])
     for text in (script, template_text()):
         subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     assert "--signal=USR2@180" in directives(template_text())
@@ -140,48 +147,36 @@ def test_a_script_says_what_was_asked_for_and_keeps_the_rest_of_the_template() -
     ):
         assert asked.count(directive) == 1, directive
     assert "\nrequeues=5\n" in script
-    shared = directives(render(two_nodes(), JobOptions(cpus_per_task=4, requeues=0), []))
+    shared = directives(render(two_nodes(), job("--cpus-per-task=4", requeues=0), []))
     assert {"--cpus-per-task=4", "--no-requeue"} <= set(shared)
     assert not {"--exclusive", "--mem=0", "--requeue"} & set(shared)
 
 
-BAD = ("x y", "x\ny", "x\n#SBATCH --uid=0", "#x", "", "-x", "x;y", "$(x)", "x'", "é", "x\r", "x\n")
-
-
-@pytest.mark.parametrize("field", ["job_name", "time", "partition", "account", "qos", "array"])
-def test_no_value_can_be_more_than_itself(field: str) -> None:
-    for bad in BAD:
-        with pytest.raises(ConfigError):
-            check_options(JobOptions(**{field: bad}))  # type: ignore[arg-type]
-    wrong = JobOptions(**{field: BAD[0]}, cpus_per_task=0, requeues=-1, signal_before=0)  # type: ignore[arg-type]
-    problems = refused(check_options, wrong)
-    keys = {problem.key for problem in problems}
-    flag = f"--{field.replace('_', '-')}"
-    assert keys == {flag, "--cpus-per-task", "--requeues", "--signal-before"}, "every bad value is told at once"
+@pytest.mark.parametrize("name", ["job-name", "time", "partition", "account", "qos", "array"])
+def test_no_value_can_be_more_than_itself(name: str) -> None:
+    """A value of several lines is refused; any other one is a single word for sbatch."""
+    for several in ("x\ny", "x\n#SBATCH --uid=0", "x\r", "x\n"):
+        (problem,) = refused(directives_of, [f"--{name}={several}"], "--sbatch")
+        assert "single-line" in problem.reason
+    for value in ("x y", "#x", "-x", "x;y", "$(x)", "x'", "é"):
+        asked = directives(render(two_nodes(), job(f"--{name}={value}"), []))
+        assert [shlex.split(line) for line in asked].count([f"--{name}={value}"]) == 1
 
 
 @pytest.mark.parametrize(
     ("time", "fits"), [("3", False), ("4", True), ("3:00", False), ("0:03:01", True), ("1-0", True)]
 )
 def test_a_time_limit_leaves_time_to_train(time: str, fits: bool) -> None:
-    with nullcontext() if fits else pytest.raises(ConfigError, match="leaves no time"):
-        check_options(JobOptions(time=time))
-
-
-def test_the_tasks_of_an_array_are_those_that_slurm_would_start() -> None:
-    for array, tasks in (("0-3", {0, 1, 2, 3}), ("1,4-5%2", {1, 4, 5}), ("0-9:4", {0, 4, 8}), ("7", {7})):
-        assert task_indices(array) == tasks
+    problems = [problem.reason for problem in job_problems(two_nodes(), job(f"--time={time}"))]
+    assert [reason.partition(":")[0] for reason in problems] == [] if fits else ["leaves no time to train"]
 
 
 def test_further_directives_are_added_as_they_are_and_only_as_one_each() -> None:
     more = ("--constraint=h100&ib", "--reservation=a b", "--hold")
-    check_options(JobOptions(more=more))
-    asked = directives(render(two_nodes(), JobOptions(more=more), []))
+    asked = directives(render(two_nodes(), job(*more), []))
     assert {"--constraint='h100&ib'", "--reservation='a b'", "--hold"} <= set(asked)
     assert set(directives(render(two_nodes(), JobOptions(), []))) < set(asked), "nothing else has changed"
-    shared = JobOptions(more=("--mem=64G",), cpus_per_task=4)
-    check_options(shared)
-    assert "--mem=64G" in directives(render(two_nodes(), shared, []))
+    assert "--mem=64G" in directives(render(two_nodes(), job("--mem=64G", "--cpus-per-task=4"), []))
 
 
 @pytest.mark.parametrize(
@@ -189,33 +184,24 @@ def test_further_directives_are_added_as_they_are_and_only_as_one_each() -> None
     [
         *("-C h100", "constraint=h100", "--constraint=a\n#SBATCH --uid=0", "--constraint=", "--Constraint=x"),
         "--a b=c",
-        *("--time=1", "--nodes=4", "--exclusive", "--nod=4", "--signal=B:USR2@9", "--signal=KILL@9", "--gpus=all"),
-        *("--sig=USR2@9", "--mem"),
+        *("--nodes=4", "--exclusive", "--signal=B:USR2@9"),
     ],
 )
 def test_a_directive_that_is_none_or_contradicts_canzona_is_refused_with_a_way_out(directive: str) -> None:
-    (problem,) = refused(check_options, JobOptions(more=(directive, "--comment=x")))
+    (problem,) = refused(directives_of, [directive, "--comment=x"], "--sbatch")
     assert (problem.key, problem.value) == ("--sbatch", directive)
     assert problem.fix
-    if directive.startswith("--nod"):
-        assert problem.fix == "give it to canzona slurm itself: --nodes=4"
 
 
 def test_every_directive_of_canzonas_own_script_is_its_own() -> None:
-    options = JobOptions(time="1:00:00", partition="p", account="a", qos="q", array="0-1", requeues=0, cpus_per_task=2)
-    free = ("--gpus-per-node=", "--output=", "--signal=", "--mem=")
-    for script in (render(two_nodes(device="cuda"), options, []), template_text()):
+    free = ("--gpus-per-node=", "--output=", "--mem=", "--job-name=", "--time=", "--cpus-per-task=")
+    for script in (render(two_nodes(device="cuda"), job("--time=1:00:00", requeues=0), []), template_text()):
         for directive in directives(script):
             if directive.startswith(free):
-                check_options(JobOptions(more=(directive,)))
+                directives_of([directive], "--sbatch")
                 continue
             with pytest.raises(ConfigError, match="contradicts"):
-                check_options(JobOptions(more=(directive,)))
-
-
-def test_a_recipe_cannot_name_a_job_into_a_directive() -> None:
-    with pytest.raises(ConfigError):
-        render(replace(two_nodes(), name="x\n#SBATCH --uid=0"), JobOptions(), [])
+                directives_of([directive], "--sbatch")
 
 
 @given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20), max_size=4))
@@ -332,13 +318,11 @@ def test_kept_arguments_are_private_and_read_back_as_they_were(tmp_path: Path) -
         ("--mem=500G", "--mem=0"),
         ("--mem-per-gpu=60G", "--mem=0"),
         ("--output=logs/%x-%j.log", "--output=%x-%j.out"),
-        ("--signal=TERM@300", "--signal=USR2@180"),
     ],
 )
 def test_a_sites_own_way_to_ask_takes_the_place_of_canzonas(option: str, replaced: str) -> None:
-    config, options = two_nodes(device="cuda"), JobOptions(more=(option,))
-    check_options(options)
-    assert list(gpu_problems(config, options)) == []
+    config, options = two_nodes(device="cuda"), job(option)
+    assert list(job_problems(config, options)) == []
     before, after = (directives(render(config, each, [])) for each in (JobOptions(), options))
     assert replaced in before
     assert set(before) - set(after) == {replaced}
@@ -346,36 +330,20 @@ def test_a_sites_own_way_to_ask_takes_the_place_of_canzonas(option: str, replace
 
 
 @pytest.mark.parametrize(
-    ("option", "fix"),
-    [
-        ("--gres=gpu:h100:8", "--gres=gpu:h100:2"),
-        ("--gpus=2", "--gpus=4"),
-        ("--gpus-per-node=a100:1", "--gpus-per-node=a100:2"),
-        ("--gpus-per-task=4", "--gpus-per-task=2"),
-    ],
+    ("option", "needed"),
+    [("--gres=gpu:h100:8", 2), ("--gpus=2", 4), ("--gpus-per-node=a100:1", 2), ("--gpus-per-task=4", 2)],
 )
-def test_gpus_in_another_number_than_ranks_are_refused(option: str, fix: str) -> None:
-    [problem] = gpu_problems(two_nodes(device="cuda"), JobOptions(more=(option,)))
-    assert (problem.value, problem.fix) == (option, fix)
-    [problem] = gpu_problems(two_nodes(device="cpu"), JobOptions(more=(option,)))
-    assert "CPU ranks" in problem.reason
-    both = JobOptions(more=("--gres=gpu:2", "--gpus=4"))
-    assert any("both ask for GPUs" in problem.reason for problem in gpu_problems(two_nodes(device="cuda"), both))
-
-
-def test_a_signal_of_ones_own_sets_the_time_that_is_left_to_save() -> None:
-    check_options(JobOptions(time="4", more=("--signal=USR1@200",)))
-    for signal, time in (("USR1@300", "5"), ("TERM", "1")):
-        with pytest.raises(ConfigError, match="leaves no time"):
-            check_options(JobOptions(time=time, more=(f"--signal={signal}",)))
+def test_gpus_in_another_number_than_ranks_are_refused(option: str, needed: int) -> None:
+    [problem] = job_problems(two_nodes(device="cuda"), job(option))
+    assert problem.value == option
+    assert f"the run needs {needed}" in problem.reason
+    assert [*job_problems(two_nodes(device="cpu"), job(option))] == []
 
 
 def test_the_command_line_replaces_what_the_recipe_says_of_the_job() -> None:
-    recipe = ("--account=physics", "--time=1:00:00", "--gres=gpu:h100:2", "--reservation=mine", "--constraint=a")
-    assert JobOptions().beside(recipe) == JobOptions(account="physics", time="1:00:00", more=recipe[2:])
-    disk = JobOptions(more=("--gres=nvme:1",)).beside(["--gpus-per-node=h100:8"])
-    assert disk.more == ("--gres=nvme:1", "--gpus-per-node=h100:8"), "a disk takes no GPUs' place"
-    typed = JobOptions(time="2:00:00", more=("--gpus-per-node=2", "--constraint=b"))
-    assert typed.beside(recipe) == replace(
-        typed, account="physics", more=("--gpus-per-node=2", "--constraint=b", "--reservation=mine")
-    )
+    recipe = {"account": "physics", "time": "1:00:00", "gres": "gpu:h100:2", "constraint": "a"}
+    assert JobOptions().beside(recipe).directives == recipe
+    disk = job("--gres=nvme:1").beside({"gpus-per-node": "h100:8"})
+    assert disk.directives == {"gres": "nvme:1", "gpus-per-node": "h100:8"}, "a disk takes no GPUs' place"
+    typed = job("--time=2:00:00", "--gpus-per-node=2", "--constraint=b").beside(recipe)
+    assert typed.directives == {"account": "physics", "time": "2:00:00", "gpus-per-node": "2", "constraint": "b"}

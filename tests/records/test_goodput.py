@@ -45,16 +45,3 @@ def test_a_slow_start_is_no_time_between_launches(tmp_path: Path) -> None:
     found = goodput_of(files, events_of(files))
     assert found is not None
     assert (found.wall_s, found.kept_s, found.between_s) == (75.0, 20.0, 0.0)
-
-
-def test_a_clock_that_is_set_back_does_not_make_days_of_minutes(tmp_path: Path) -> None:
-    """Ten steps of 10 s; behind the fifth, the clock goes back by a day."""
-    files, day = RunFiles(tmp_path), 86_400.0
-    write(files, stages=(1e6,), steps={step: 1e6 + 10 * step - (day if step > 5 else 0) for step in range(1, 11)})
-    append_json_line(files.events, asdict(StageEvent(time=1e6 + 105 - day, stage="finish")))
-    found = goodput_of(files, [*earlier_events(files), *events_of(files)])
-    assert found is not None
-    # At most the time between two lines of a file is lost at the place of the jump.
-    assert 90 <= found.wall_s <= 105
-    assert found.kept_s == 100
-    assert 0.9 < found.share <= 1

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from canzona_cli.records import watchdog
-from canzona_cli.records.watchdog import MARK, VARIABLE, Watchdog
+from canzona_cli.records import protection
+from canzona_cli.records.protection import MARK, VARIABLE, Watchdog
 
 SLEEPER = """
 import sys, time
-from canzona_cli.records.watchdog import Watchdog
+from canzona_cli.records.protection import Watchdog
 
 def stuck_here():
     time.sleep(60)
@@ -63,6 +63,6 @@ def test_a_machine_that_slept_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> 
     def ended(code: int) -> None:
         raise AssertionError(code)
 
-    monkeypatch.setattr(watchdog, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now[0]))
-    monkeypatch.setattr(watchdog, "os", SimpleNamespace(write=os.write, _exit=ended))
+    monkeypatch.setattr(protection, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now[0]))
+    monkeypatch.setattr(protection, "os", SimpleNamespace(write=os.write, _exit=ended))
     dog._watch(10.0)

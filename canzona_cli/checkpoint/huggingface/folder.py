@@ -444,7 +444,7 @@ def _corpus_tokenizer_files(run: RunFiles) -> ExtraFiles:
         return ExtraFiles(texts={GENERATION: _generation(None)})
     # Loads numpy, which reading a folder does not need.
     from canzona_cli.data.corpus import saved_tokenizer
-    from canzona_cli.data.sidecar import saved_tokenizer_path
+    from canzona_cli.data.indexed import saved_tokenizer_path
 
     path, eod = saved_tokenizer_path(corpus.prefix), corpus.eod
     if corpus.tokenizer == "byte":

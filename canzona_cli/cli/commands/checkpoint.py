@@ -1,5 +1,4 @@
-"""`canzona checkpoint`: lists, verifies and shows checkpoints; imports from and exports to Hugging Face and
-Megatron."""
+"""`canzona checkpoint`: lists and verifies checkpoints; imports from and exports to Hugging Face and Megatron."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -9,8 +8,7 @@ from typer import Argument, Option
 
 from canzona_cli.checkpoint.commit import check_empty
 from canzona_cli.checkpoint.store import choose
-from canzona_cli.cli.commands.output import AsJson, RecipesDirs, RunOrCheckpoint, Step, key_values
-from canzona_cli.cli.commands.output import show as show_page
+from canzona_cli.cli.commands.output import AsJson, RecipesDirs, RunOrCheckpoint, Step, key_values, show
 from canzona_cli.core.errors import CheckpointInvalid, ExitCode, Problem, refuse
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
@@ -35,7 +33,7 @@ def list_(where: Where = None, as_json: AsJson = False) -> None:
     from canzona_cli.cli.views.checkpoint import CheckpointListView
 
     listing = CheckpointListView(choose(where))
-    show_page(listing.as_json() if as_json else listing)
+    show(listing.as_json() if as_json else listing)
 
 
 @app.command()
@@ -49,23 +47,11 @@ def verify(where: Where = None, as_json: AsJson = False) -> None:
     from canzona_cli.cli.views.checkpoint import verify_all
 
     verified = verify_all(choose(where).require_any())
-    show_page(verified.as_json() if as_json else verified)
+    show(verified.as_json() if as_json else verified)
     if verified.problems:
         if as_json:
             raise typer.Exit(ExitCode.CHECKPOINT)
         raise CheckpointInvalid(*limit_problems(verified.problems))
-
-
-@app.command()
-def show(where: Where = None, as_json: AsJson = False) -> None:
-    """Show what the newest or a given checkpoint contains."""
-    from canzona_cli.cli.views.checkpoint import CheckpointView
-
-    checkpoint = choose(where).newest
-    if checkpoint.manifest is None:
-        raise CheckpointInvalid(*checkpoint.problems)
-    content = CheckpointView(checkpoint=checkpoint, manifest=checkpoint.manifest)
-    show_page(content.as_json() if as_json else content)
 
 
 @app.command("import", short_help="Import from Hugging Face or Megatron.")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from canzona_cli.cli.commands.output import AsJson, Destination, Force, RecipesDirs, option_argument
+from canzona_cli.cli.commands.output import Destination, Force, RecipesDirs, option_argument
 from canzona_cli.cli.commands.output import show as show_page
 from canzona_cli.config.recipes import write_recipe
 from canzona_cli.core.errors import refuse
@@ -21,7 +21,7 @@ Name = Annotated[str, option_argument("cluster", "The name or the file of a prof
 
 
 @app.command("list")
-def list_(as_json: AsJson = False, recipes_dir: RecipesDirs = None) -> None:
+def list_(recipes_dir: RecipesDirs = None) -> None:
     """List the profiles.
 
     Shows the memory and rates of a GPU or CPU rank, its links, and which profiles were measured.
@@ -29,19 +29,13 @@ def list_(as_json: AsJson = False, recipes_dir: RecipesDirs = None) -> None:
     from canzona_cli.cli.views.machines import ProfileList
     from canzona_cli.config.profiles import list_profiles
 
-    listing = ProfileList(profiles=list_profiles(recipes_dir or ()))
-    show_page(listing.as_json() if as_json else listing)
+    show_page(ProfileList(profiles=list_profiles(recipes_dir or ())))
 
 
 @app.command()
-def show(name: Name, as_json: AsJson = False, recipes_dir: RecipesDirs = None) -> None:
+def show(name: Name, recipes_dir: RecipesDirs = None) -> None:
     """Print the file of a profile, with the source of each number."""
-    from canzona_cli.cli.views.machines import profile_json
-
     profile = _valid_profile(name, recipes_dir)
-    if as_json:
-        show_page(profile_json(profile))
-        return
     typer.echo(f"# {display_path(profile.path)}")
     typer.echo(profile.text, nl=False)
 

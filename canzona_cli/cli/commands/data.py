@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 import typer
 from typer import Argument, Option
 
-from canzona_cli.cli.commands.output import AsJson
 from canzona_cli.core.reading import expanded
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
@@ -78,7 +77,7 @@ def prepare(
             metavar="N", help="How many lines or rows without text to skip and report; with more, the command fails."
         ),
     ] = 0,
-    workers: Annotated[int | None, Option(metavar="N", help="Number of processes. [default: one per core]")] = None,
+    workers: Annotated[int | None, Option(metavar="N", help="Threads that tokenise. [default: one per core]")] = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing PREFIX.")] = False,
 ) -> None:
     """Tokenise text for `canzona train data=prepared data.path=PREFIX`.
@@ -118,25 +117,13 @@ def show_data(
     prefix: Annotated[Path, Argument(metavar="PREFIX", help="The data: PREFIX.bin and PREFIX.idx.")],
     documents: Annotated[int, Option(min=0, metavar="N", help="Number of documents to show.")] = 2,
     tokens: Annotated[int, Option(min=1, metavar="N", help="Maximum number of tokens to show of each.")] = 100,
-    seq_length: Annotated[
-        int | None, Option(min=1, metavar="N", help="Also show a training sequence of N tokens.")
-    ] = None,
     verbose: Annotated[
         bool, Option("--verbose", "-v", help="Show all lines of each text, not only the first three.")
     ] = False,
-    as_json: AsJson = False,
 ) -> None:
-    """Show the documents' lengths and the first documents as text.
-
-    Training joins documents in a random order and cuts them into sequences, so a sequence may begin and end
-    inside a document.
-    """
-    from canzona_cli.cli.commands.output import show
-    from canzona_cli.cli.views.data import data_content, print_data
+    """Show the documents' lengths and the first documents as text."""
+    from canzona_cli.cli.views.data import print_data
     from canzona_cli.data.view import view
 
-    shown = view(expanded(prefix).absolute(), documents=documents, tokens=tokens, seq_length=seq_length)
-    if as_json:
-        show(data_content(shown))
-    else:
-        print_data(shown, verbose=verbose)
+    shown = view(expanded(prefix).absolute(), documents=documents, tokens=tokens)
+    print_data(shown, verbose=verbose)

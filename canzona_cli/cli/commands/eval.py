@@ -6,7 +6,6 @@ from typer import Option
 
 from canzona_cli.checkpoint.store import choose
 from canzona_cli.cli.commands.output import AsJson, RecipesDirs, RunOrCheckpoint, Step, key_values
-from canzona_cli.core.errors import ConfigError, Problem
 
 
 def eval(
@@ -22,14 +21,9 @@ def eval(
             "all for other data]"
         ),
     ] = None,
-    batches: Annotated[
-        str | None,
-        Option(
-            metavar="N|all",
-            help="Global batches to evaluate, at most all sequences once; all: all sequences. "
-            "[default: train.eval_sequences sequences]",
-        ),
-    ] = None,
+    all_sequences: Annotated[
+        bool, Option("--all-sequences", help="Read every sequence once, not only train.eval_sequences of them.")
+    ] = False,
     as_json: AsJson = False,
     recipes_dir: RecipesDirs = None,
 ) -> None:
@@ -47,27 +41,10 @@ def eval(
         overrides or [],
         recipes_dirs=recipes_dir or [],
         documents=documents,
-        batches=_batches(batches),
+        all_sequences=all_sequences,
         on_progress=announce,
     )
     warn(prepared.notes)
     evaluated, folder = evaluation.run(prepared, progress)
     progress(f"logs: {folder}")
     show(evaluated.as_json() if as_json else EvaluationView(evaluation=evaluated))
-
-
-def _batches(text: str | None) -> int | Literal["all"] | None:
-    """Parses `--batches`: a positive number, `all`, or None.
-
-    Raises:
-        ConfigError: the text is none of these.
-    """
-    if text is None:
-        return None
-    if text == "all":
-        return "all"
-    if text.isdecimal() and int(text):
-        return int(text)
-    raise ConfigError(
-        Problem(key="--batches", value=text, reason="is neither a positive number nor all", fix="--batches 100")
-    )

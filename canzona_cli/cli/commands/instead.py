@@ -2,57 +2,12 @@
 not exist. This module is imported only for such a command line."""
 
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from canzona_cli.config.unknown_keys import as_override, missing_feature_problem
+from canzona_cli.config.unknown_keys import as_override, hints, missing_feature_problem
 from canzona_cli.core.errors import Problem, closest
 
-_OTHER_WORDS = {
-    "run": "train",
-    "launch": "train",
-    "pretrain": "train",
-    "continue": "resume",
-    "restart": "resume",
-    "evaluate": "eval",
-    "chat": "generate",
-    "sample": "generate",
-    "inference": "generate",
-    "export": "checkpoint export",
-    "convert": "checkpoint export",
-    "import": "checkpoint import",
-    "tokenize": "data prepare",
-    "check": "train --dry-run",
-    "submit": "slurm --submit",
-    "benchmark": "bench",
-    "sweep": "train --sweep",
-    "compare": "report --compare",
-    "list": "recipes list",
-    "ls": "recipes list",
-    "show": "recipes show",
-    "copy": "recipes copy",
-    "layouts": "plan --layouts",
-    "prepare": "data prepare",
-    "verify": "checkpoint verify",
-    "version": "--version",
-}
-"""canzona's commands, by their names in other programs and by the bare names of subcommands."""
-_REMOVED: Mapping[str, str] = {
-    "validate": "use canzona train --dry-run, also with --json",
-    "tune": "use canzona plan --layouts, then canzona bench of two recipes",
-    "plan --compare": "use -v for the phases of every strategy, or several values: optimizer.form=standard,gram",
-    "bench --out": "bench.json in the bench directory is the same, and --json prints it",
-    "bench --sweep": "use canzona train with --sweep, then canzona report --compare",
-    "bench --values": "write them as a setting: canzona train optimizer=muon,soap --sweep",
-    "bench --simulate": "use canzona plan recipe=NAME gpus=8,64,256; with -v and one number of GPUs: all strategies",
-    "recipes layouts": "use canzona plan recipe=NAME gpus=8,64,256, or --layouts for one number of GPUs",
-    "train --trace": "write run.profile_steps=[FIRST,LAST]: torch's profiler writes a Chrome trace of each rank",
-    "report --trace": "train with run.profile_steps=[FIRST,LAST]: torch's profiler writes a Chrome trace of each rank",
-    "train --profile": "write run.profile_steps=[FIRST,LAST]",
-    "train --weights-from": "write init=RUN, or the path of a checkpoint or a Hugging Face folder",
-    "eval --out": "--json prints the JSON: canzona eval RUN --json > FILE.json",
-}
-"""The fixes for removed commands and options; an option or a subcommand is preceded by its command."""
 _LEAVE_OUT = "leave it out"
 """The fix for a setting that canzona does not have. It makes no sense for a command, so `other_command`
 replaces it."""
@@ -78,6 +33,17 @@ def other_options(context: Any, words: Sequence[str], unknown: str) -> list[Prob
     return problems or [_other_option(context, unknown, "")]
 
 
+def _removed(typed: str) -> str | None:
+    """Returns the fix for a removed command or option; None for any other."""
+    fix = hints("commands").get(typed)
+    return None if fix is None else str(fix)
+
+
+def _command(context: Any) -> str:
+    """Returns the command as it is typed after `canzona`, such as `clusters list`."""
+    return str(context.command_path.partition(" ")[2])
+
+
 def _options(context: Any) -> list[str]:
     return [name for part in context.command.params for name in part.opts if name.startswith("-")]
 
@@ -91,8 +57,8 @@ def other_command(words: Sequence[str], commands: Collection[str]) -> Problem:
     """
     word, *after = words
     reason = "there is no such command"
-    if word in _REMOVED:
-        reason, fix = "was removed", _REMOVED[word]
+    if (removed := _removed(word)) is not None:
+        reason, fix = "was removed", removed
     elif (missing := missing_feature_problem(word)) is not None:
         reason = missing.reason
         fix = missing.fix if missing.fix != _LEAVE_OUT else "see canzona --help"
@@ -102,7 +68,7 @@ def other_command(words: Sequence[str], commands: Collection[str]) -> Problem:
         override = word if "=" in word else f"recipe={word}"
         reason, fix = "is not a command", f"write canzona train {shlex.join([override, *after])}"
     else:
-        hint = _OTHER_WORDS.get(word.lower()) or closest(word, commands)
+        hint = hints("words").get(word.lower()) or closest(word, commands)
         fix = f"write canzona {hint} {shlex.join(after)}".rstrip() if hint else f"there are {', '.join(commands)}"
     return Problem(key=word, reason=reason, fix=fix)
 
@@ -121,7 +87,7 @@ def bad_usage(context: Any, error: Any, words: Sequence[str]) -> Problem:
     subcommands = getattr(context.command, "commands", {})
     if parameter is None and subcommands:
         word = words[0] if words else ""
-        if (instead := _REMOVED.get(f"{context.info_name} {word}")) is not None:
+        if (instead := _removed(f"{_command(context)} {word}")) is not None:
             return Problem(key=f"{path} {word}", reason="was removed", fix=instead)
         near = closest(word, subcommands)
         existing = ", ".join(f"{path} {name}" for name in subcommands)
@@ -153,7 +119,7 @@ def _sentence(message: str) -> str:
 
 def _other_option(context: Any, option: str, value: str) -> Problem:
     """Suggests a replacement for one option: a setting, another option, or the help page."""
-    if (fix := _REMOVED.get(f"{context.info_name} {option}")) is not None:
+    if (fix := _removed(f"{_command(context)} {option}")) is not None:
         return Problem(key=option, value=value or None, reason="was removed", fix=fix)
     near = closest(option, _options(context), cutoff=0.75)
     takes_overrides = any(part.name == "overrides" for part in context.command.params)

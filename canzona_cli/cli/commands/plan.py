@@ -23,42 +23,25 @@ from canzona_cli.cli.commands.output import (
     write_out,
     write_page,
 )
-from canzona_cli.core.errors import Clash, ConfigError, Problem, clashes, refuse
+from canzona_cli.core.errors import ConfigError, Problem, refuse
 
 if TYPE_CHECKING:
     from canzona_cli.config.schema import RunConfig
 
 SEVERAL = "several values"
-CLASHES = (
-    Clash(option="--out", excludes="--dry-run", reason="a dry run writes no plan", fix="leave out --dry-run, or --out"),
-    *(
-        Clash(
-            option=option,
-            excludes="--layouts",
-            reason="--layouts only lists layouts; it does not write a plan",
-            fix=f"leave out {option}, or --layouts",
-        )
-        for option in ("--out", "--html")
+_EXCLUDED = {
+    "--dry-run": (("--out",), "a dry run writes no plan"),
+    "--layouts": (("--out", "--html"), "--layouts only lists layouts; it does not write a plan"),
+    "--from-megatron": (
+        ("--out", "--html", "--shapes", "--layouts"),
+        "--from-megatron shows costs on one screen; use it with the command that --from-megatron shows",
     ),
-    *(
-        Clash(
-            option=option,
-            excludes="--from-megatron",
-            reason="--from-megatron shows costs on one screen; it does not write a plan",
-            fix=f"leave out {option}, and use it with the command that --from-megatron shows",
-        )
-        for option in ("--out", "--html", "--shapes", "--layouts")
+    SEVERAL: (
+        ("--out", "--html", "--shapes", "--layouts", "--from-megatron"),
+        "several values of a setting are shown as a table of plans, and none is written",
     ),
-    *(
-        Clash(
-            option=option,
-            excludes=SEVERAL,
-            reason="several values of a setting are shown as a table of plans, and none is written",
-            fix=f"leave out {option}, or give each setting one value",
-        )
-        for option in ("--out", "--html", "--shapes", "--layouts", "--from-megatron")
-    ),
-)
+}
+"""The options that cannot be combined with another one, and the reason."""
 SHAPES_RECIPE = "qwen3-8b"
 """The recipe whose batch, sequence length and optimizer are used for `--shapes` without a recipe."""
 
@@ -104,7 +87,13 @@ def plan(
     settings, dirs = overrides or [], recipes_dir or []
     given = {"--out": out, "--html": html, "--shapes": shapes, "--from-megatron": from_megatron}
     several = any(map(is_sweep, settings))
-    problems = [*clashes({**given, "--layouts": layouts, "--dry-run": dry_run, SEVERAL: several}, CLASHES)]
+    typed = {**given, "--layouts": layouts, "--dry-run": dry_run, SEVERAL: several}
+    problems = [
+        Problem(option, reason, f"leave out {option}, or {other}", None if typed[option] is True else typed[option])
+        for other, (options, reason) in _EXCLUDED.items()
+        for option in options
+        if typed[other] and typed[option]
+    ]
     refuse([*problems, *page_problems(html)])
     if several or (dry_run and not any(given.values()) and not _names_recipe(settings)):
         from canzona_cli.cli.views.layouts import overview
@@ -115,7 +104,7 @@ def plan(
     if from_megatron is not None:
         _show_beside_megatron(from_megatron, settings, dirs, json=json, verbose=verbose)
         return
-    from canzona_cli.cli.outlook import outlook
+    from canzona_cli.cli.views.header import outlook
     from canzona_cli.config.resolve import resolve
     from canzona_cli.core.costs.sharing import mode_warnings
     from canzona_cli.core.model.shapes import load_shapes

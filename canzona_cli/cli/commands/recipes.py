@@ -43,7 +43,7 @@ OverrideList = Annotated[list[str] | None, key_values("Settings to change.")]
 @app.command("list")
 def list_(as_json: AsJson = False, recipes_dir: RecipesDirs = None) -> None:
     """List your recipes and the built-in ones."""
-    from canzona_cli.cli.views.tables import Table
+    from canzona_cli.cli.views.page import Table
     from canzona_cli.config.tree import list_recipes
 
     recipes = list_recipes(recipes_dir or ())

@@ -15,7 +15,7 @@ from canzona_cli.records.words import plural
 if TYPE_CHECKING:
     from canzona_cli.config.schema import RunConfig
     from canzona_cli.core.setup import Layout
-    from canzona_cli.launch.slurm_job import JobOptions, SubmittedJob
+    from canzona_cli.launch.slurm import JobOptions, SubmittedJob
 
 
 def slurm(
@@ -36,13 +36,14 @@ def slurm(
     ] = False,
     job_name: Annotated[str | None, Option(metavar="NAME", help="Name of the job. [default: the recipe's]")] = None,
     cpus_per_task: Annotated[
-        int | None, Option(metavar="N", help="Share nodes: request N cores on each instead of exclusive nodes.")
+        int | None, Option(min=1, metavar="N", help="Share nodes: request N cores on each instead of exclusive nodes.")
     ] = None,
     requeues: Annotated[
-        int, Option(metavar="N", help="How many times the job may be requeued, at most 3 of them after failures.")
+        int,
+        Option(min=0, metavar="N", help="How often the job may be requeued, at most 3 times after failures."),
     ] = 20,
     signal_before: Annotated[
-        int, Option(metavar="S", help="Save and requeue this many seconds before the time limit.")
+        int, Option(min=1, max=65_535, metavar="S", help="Save and requeue this many seconds before the time limit.")
     ] = 180,
     sbatch: Annotated[
         list[str] | None,
@@ -62,22 +63,35 @@ def slurm(
     """
     from canzona_cli.core.planner.plan_file import obtain_plan
     from canzona_cli.launch.preflight import container_problems
-    from canzona_cli.launch.slurm_job import JobOptions, needed
+    from canzona_cli.launch.slurm import JobOptions, directives_of, job_problems, needed
 
-    options = JobOptions(
-        job_name=job_name,
-        time=time,
-        partition=partition,
-        account=account,
-        qos=qos,
-        array=array,
-        more=tuple(sbatch or ()),
-        cpus_per_task=cpus_per_task,
-        requeues=requeues,
-        signal_before=signal_before,
-    )
+    typed = {
+        "job-name": job_name,
+        "time": time,
+        "partition": partition,
+        "account": account,
+        "qos": qos,
+        "array": array,
+        "cpus-per-task": cpus_per_task,
+    }
+    given = [f"--{name}={value}" for name, value in typed.items() if value is not None]
     arguments = [*(overrides or []), *([f"cluster.nodes={nodes}"] if nodes else [])]
-    config, layout, options = (_resolve_sweep if sweep else _resolve)(arguments, options, recipes_dir or [])
+    problems: list[Problem] = []
+    options, first = JobOptions(requeues=requeues, signal_before=signal_before), None
+    with collect_problems(problems):
+        options = replace(options, directives=directives_of([*given, *(sbatch or ())], "--sbatch"))
+    with collect_problems(problems):
+        first, runs = (_resolve_sweep if sweep else _resolve)(arguments, recipes_dir or [])
+    refuse(problems)
+    assert first is not None
+    config, layout = first
+    options = options.beside(directives_of(config.cluster.sbatch, "cluster.sbatch"))
+    if sweep:
+        options = replace(options, directives={"array": f"0-{runs - 1}", **options.directives})
+    elif options.is_array:
+        reason, fix = "all tasks would train the same run", "add --sweep and the values that differ: train.seed=1,2,3,4"
+        problems.append(Problem("--array", reason, fix, options.directives["array"]))
+    refuse([*problems, *job_problems(config, options)])
     if needs:
         typer.echo(needed(config))
         return
@@ -89,33 +103,18 @@ def slurm(
     (_submit if submit else _print_script)(config, options, arguments, as_json=as_json)
 
 
-def _resolve(
-    arguments: list[str], options: "JobOptions", recipes_dirs: list[Path]
-) -> tuple["RunConfig", "Layout", "JobOptions"]:
-    """Composes and resolves the run, and checks it and the job's options; returns the options with the recipe's.
-
-    Raises:
-        CanzonaError: the run or the options have mistakes; all are reported at once.
-    """
+def _resolve(arguments: list[str], recipes_dirs: list[Path]) -> tuple[tuple["RunConfig", "Layout"], int]:
+    """Composes and resolves the run; returns it with its layout, and 1, the number of runs."""
     from canzona_cli.checkpoint.huggingface.folder import compose_with_weights
     from canzona_cli.config.resolve import resolve
-    from canzona_cli.launch.slurm_job import option_problems
 
-    if options.array is not None:
-        reason = "all tasks would train the same run"
-        fix = "add --sweep and the values that differ: train.seed=1,2,3,4 --sweep"
-        raise ConfigError(Problem(key="--array", value=options.array, reason=reason, fix=fix))
-    problems = [*option_problems(options)]
-    with collect_problems(problems):
-        composed = compose_with_weights(arguments, recipes_dirs)
-    refuse(problems)
+    composed = compose_with_weights(arguments, recipes_dirs)
     warn_about(composed)
-    config, layout = resolve(composed.config)
-    return config, layout, _beside_recipe(config, options)
+    return resolve(composed.config), 1
 
 
 def _print_script(config: "RunConfig", options: "JobOptions", arguments: list[str], *, as_json: bool) -> None:
-    from canzona_cli.launch.slurm_job import render
+    from canzona_cli.launch.slurm import render
 
     script = render(config, options, arguments)
     if as_json:
@@ -125,13 +124,13 @@ def _print_script(config: "RunConfig", options: "JobOptions", arguments: list[st
 
 
 def _submit(config: "RunConfig", options: "JobOptions", arguments: list[str], *, as_json: bool) -> None:
-    from canzona_cli.launch.slurm_job import render, submit, write_arguments
+    from canzona_cli.launch.slurm import render, submit, write_arguments
 
-    name = options.job_name or config.name
+    name = options.directives.get("job-name", config.name)
     file = write_arguments(Path(config.run.root) / "slurm", name, arguments)
     try:
         output = options.directives.get("output")
-        job = submit(render(config, options, file), name=name, array=options.array is not None, output=output)
+        job = submit(render(config, options, file), name=name, array=options.is_array, output=output)
     except BaseException:
         file.unlink(missing_ok=True)
         raise
@@ -162,55 +161,22 @@ def _run_dir(job: "SubmittedJob", config: "RunConfig") -> str:
     return config.run.dir or str(root)
 
 
-def _resolve_sweep(
-    arguments: list[str], options: "JobOptions", recipes_dirs: list[Path]
-) -> tuple["RunConfig", "Layout", "JobOptions"]:
-    """Resolves all runs of a sweep; returns the first run and its layout, and the options with `array` set.
+def _resolve_sweep(arguments: list[str], recipes_dirs: list[Path]) -> tuple[tuple["RunConfig", "Layout"], int]:
+    """Resolves all runs of a sweep; returns the first run with its layout, and the number of runs.
 
     Raises:
-        CanzonaError: a run is refused (see `swept_runs`), the options are wrong, or the runs need different
-            numbers of nodes or ranks.
+        CanzonaError: a run is refused (see `swept_runs`), or the runs need different numbers of nodes or ranks.
     """
     from canzona_cli.config.resolve import swept_runs
-    from canzona_cli.launch.slurm_job import check_options, task_indices
     from canzona_cli.launch.torchrun import node_count, ranks_per_node
 
-    check_options(options)
     runs = swept_runs(arguments, recipes_dirs)
-    options = _beside_recipe(runs[0].config, replace(options, array=options.array or f"0-{len(runs) - 1}"))
-    problems = []
-    if max(task_indices(options.array or "")) >= len(runs):
-        reason = f"the sweep has only tasks 0 to {len(runs) - 1}"
-        problems.append(Problem(key="--array", value=options.array, reason=reason, fix=f"--array 0-{len(runs) - 1}"))
     needed = {(node_count(run.config), ranks_per_node(run.config)) for run in runs}
     if len(needed) > 1:
         sizes = " or ".join(f"{nodes} x {ranks}" for nodes, ranks in sorted(needed))
         reason, fix = "all tasks of an array get the same nodes", "submit a sweep for each number of GPUs"
-        problems.append(Problem(key="--sweep", value=sizes, reason=reason, fix=fix))
-    refuse(problems)
-    return runs[0].config, runs[0].layout, options
-
-
-def _beside_recipe(config: "RunConfig", options: "JobOptions") -> "JobOptions":
-    """Returns the options with those of the recipe, `cluster.sbatch`, where the command line has no other.
-
-    Raises:
-        ConfigError: Slurm would refuse or misread an option of the recipe, or GPUs are asked for in another number than
-            the run needs.
-    """
-    from canzona_cli.launch.slurm_job import gpu_problems, option_problems
-
-    written = config.cluster.sbatch
-    both = options.beside(written)
-    problems = [*option_problems(both), *gpu_problems(config, both)]
-    in_recipe = {directive.partition("=")[2]: directive for directive in written} | {each: each for each in written}
-    refuse(
-        replace(problem, key="cluster.sbatch", value=in_recipe[problem.value])
-        if problem.value in in_recipe
-        else problem
-        for problem in problems
-    )
-    return both
+        raise ConfigError(Problem(key="--sweep", value=sizes, reason=reason, fix=fix))
+    return (runs[0].config, runs[0].layout), len(runs)
 
 
 def _show_job(job: "SubmittedJob", config: "RunConfig") -> None:

@@ -19,8 +19,8 @@ from canzona_cli.checkpoint.huggingface.folder import compose_with_weights, is_h
 from canzona_cli.checkpoint.huggingface.foreign import foreign_problems
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.cli.commands.output import announce, check_inputs, progress, show, tell, tell_batch, warn, warn_about
-from canzona_cli.cli.outlook import outlook
 from canzona_cli.cli.views.errors import show_failure
+from canzona_cli.cli.views.header import outlook
 from canzona_cli.cli.views.run import BreakdownView
 from canzona_cli.cli.views.train import make_view
 from canzona_cli.cli.views.train_dry_run import RUN_DIR_TIME, DryRun

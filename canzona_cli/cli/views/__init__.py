@@ -2,9 +2,8 @@
 
 | file | contents |
 | --- | --- |
-| `page`, `tables` | the parts of all views: wrapped lines and tables |
-| `charts`, `curves` | charts, drawn with characters in a terminal and as SVG in an HTML page |
-| `markup`, `document` | the HTML page of a view (`--html`), with the same text |
+| `page`, `document` | the parts of all views, as text (wrapped lines, tables) and as the HTML page (`--html`) |
+| `charts` | charts, drawn with characters in a terminal and as SVG in an HTML page |
 | `header` | the description of a run, shared by all commands |
 | `errors` | the error messages of all commands |
 | `train*` | `canzona train`: the live view, plain lines for pipes, the dry run |
@@ -14,6 +13,5 @@
 | `bench`, `checkpoint`, `calibrate`, `data` | the command of that name |
 
 Most views only show results that were computed elsewhere. Exceptions: `layouts` plans and searches,
-`checkpoint` reads and verifies checkpoints, `header` counts matrices, `calibrate` prices updates and
-collectives, and `run_page` reads run directories.
+`checkpoint` reads and verifies checkpoints, `header` counts matrices, and `run_page` reads run directories.
 """

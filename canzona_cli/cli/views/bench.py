@@ -10,8 +10,19 @@ from rich.text import Text
 from canzona_cli.bench.results import BenchResult, Machine, Predicted, StrategyBench, loss_references
 from canzona_cli.cli.views.charts import LoadMaps
 from canzona_cli.cli.views.header import describe_layout
-from canzona_cli.cli.views.page import Page, Screen, items, joined, labelled_rows, note, paragraph, section_head
-from canzona_cli.cli.views.tables import Cell, Columns, GroupedTable
+from canzona_cli.cli.views.page import (
+    Cell,
+    Columns,
+    GroupedTable,
+    Page,
+    Screen,
+    items,
+    joined,
+    labelled_rows,
+    note,
+    paragraph,
+    section_head,
+)
 from canzona_cli.core.phases import COMMUNICATION, LABELS, PHASES, STRATEGIES
 from canzona_cli.records.breakdown import CALIBRATE, why
 from canzona_cli.records.statistics import JUDGED_ROUNDS, NOT_SIGNIFICANT, Quartiles, Speedup, no_verdict

@@ -1,5 +1,4 @@
-"""The screens of `canzona calibrate`: its progress, then the measured numbers with their spreads, compared
-with the base profile's numbers."""
+"""The screens of `canzona calibrate`: its progress, then the measured numbers with their spreads."""
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,22 +9,16 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from canzona_cli.bench.calibrate.calibrate import Calibration
-from canzona_cli.bench.calibrate.profile import Measurement, Quantity, measured_runs
-from canzona_cli.cli.views.page import Page, Screen, paragraph
-from canzona_cli.cli.views.tables import Table
+from canzona_cli.bench.calibrate.profile import Measurement, Quantity
+from canzona_cli.cli.views.page import Page, Screen, Table, paragraph
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.core.costs.links import Group, Links
-from canzona_cli.core.costs.update import Implementation, adamw_seconds, algorithm_of, label, matmul_rate, seconds
 from canzona_cli.core.reading import display_path
-from canzona_cli.core.setup import ClusterConfig
 from canzona_cli.launch.view import TrainView
 from canzona_cli.records.records import StageEvent
-from canzona_cli.records.words import MISSING, clean, milliseconds, plural, size
+from canzona_cli.records.words import clean, milliseconds, plural, size
 
 _FIRST_COLUMN = 31
 """The minimum width of the first column of every table, in characters."""
-_TOO_LONG = 9
-"""The number of characters from which the base profile's name is shortened in a heading."""
 _SINGLE: Mapping[Quantity, str] = {
     "fp32_tflops": "fp32 matmuls, TFLOP/s",
     "tf32_tflops": "TF32 matmuls, TFLOP/s",
@@ -36,8 +29,8 @@ _SINGLE: Mapping[Quantity, str] = {
     "adamw_ns": "AdamW per element, ns",
 }
 _IN_SECONDS: tuple[Quantity, ...] = ("updates", "collectives", "forward", "backward")
-_Row = tuple[str, Measurement, str]
-"""The name and unit of a quantity, its measurement, and the base profile's number."""
+_Row = tuple[str, Measurement]
+"""The name and unit of a quantity, and its measurement."""
 
 
 class Progress(TrainView):
@@ -54,12 +47,11 @@ class Progress(TrainView):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationView(Page):
-    """The result of a calibration: tables that compare the measured numbers with those of the base profile,
-    and warnings."""
+    """The result of a calibration: tables of the measured numbers, and warnings."""
 
     calibration: Calibration
     config: RunConfig
-    """The run that the calibration was made for; its cluster is the base profile."""
+    """The run that the calibration was made for."""
     written: Path | None
     """The file of the profile; None if nothing was measured."""
 
@@ -98,50 +90,39 @@ class CalibrationView(Page):
             yield replace(paragraph(command), unbroken=True)
 
     def _table(self, title: str, rows: Iterable[_Row]) -> Table:
-        """Returns a table of measurements, their spreads and the base profile's numbers."""
+        """Returns a table of measurements and their spreads."""
         table = Table()
         table.add_column(title, min_width=_FIRST_COLUMN, overflow="fold")
-        base = self.calibration.base.name
-        table.add_numbers("measured", "spread", base if len(base) < _TOO_LONG else f"{base[: _TOO_LONG - 3]}..")
-        for name, measurement, base_value in rows:
+        table.add_numbers("measured", "spread")
+        for name, measurement in rows:
             median = measurement.spread.median
             measured = milliseconds(median) if measurement.quantity in _IN_SECONDS else f"{median:.3g}"
-            table.add_row(name, measured, f"{measurement.spread.relative:.0%}", base_value)
+            table.add_row(name, measured, f"{measurement.spread.relative:.0%}")
         return table
 
     def _rates(self) -> Iterator[_Row]:
-        base, measurements = self.calibration.base, self.calibration.record.measurements
+        measurements = self.calibration.record.measurements
         for measurement in measurements:
             if measurement.quantity == "matmul_tflops":
-                side = int(measurement.key[0])
-                yield f"bf16 matmuls of {side}, TFLOP/s", measurement, f"{matmul_rate(base, side, 'bf16') / 1e12:.3g}"
+                yield f"bf16 matmuls of {int(measurement.key[0])}, TFLOP/s", measurement
             elif measurement.quantity in _SINGLE:
-                yield _SINGLE[measurement.quantity], measurement, _base_value(measurement.quantity, base)
+                yield _SINGLE[measurement.quantity], measurement
         for measurement in measurements:
             if measurement.quantity in ("forward", "backward"):
-                sequences = plural(int(measurement.key[0]), "sequence")
-                yield f"{measurement.quantity} of {sequences}, ms", measurement, MISSING
+                yield f"{measurement.quantity} of {plural(int(measurement.key[0]), 'sequence')}, ms", measurement
 
     def _updates(self) -> Iterator[_Row]:
-        algorithms = {
-            label(update): update for update in (algorithm_of(run.setup) for run in measured_runs(self.config))
-        }
         for measurement in self._measurements_of("updates"):
-            name, rows, columns = str(measurement.key[0]), int(measurement.key[1]), int(measurement.key[2])
-            update = algorithms.get(name.removeprefix("megatron/"))
-            code: Implementation = "megatron" if name.startswith("megatron/") else "canzona"
-            base_value = None if update is None else seconds(update, rows, columns, self.config.cluster, code)
-            yield f"{name} {rows}x{columns}", measurement, milliseconds(base_value)
+            name, rows, columns = measurement.key
+            yield f"{name} {rows}x{columns}", measurement
 
     def _collectives(self) -> Iterator[_Row]:
         measurements = self._measurements_of("collectives")
-        links = Links(cluster=replace(self.calibration.base, collectives=()))
         for measurement in measurements:
             kind, ranks, bytes_ = str(measurement.key[0]), int(measurement.key[1]), int(measurement.key[2])
             largest = max(int(other.key[2]) for other in measurements if other.key[:2] == measurement.key[:2])
             if bytes_ in (8, 1 << 20, largest):  # three sizes of each collective; the profile has all
-                base_value = milliseconds(_link_seconds(links, kind, ranks, bytes_))
-                yield f"{kind} among {ranks}, {size(bytes_)}", measurement, base_value
+                yield f"{kind} among {ranks}, {size(bytes_)}", measurement
 
     def _steps(self) -> Table:
         table = Table()
@@ -154,25 +135,3 @@ class CalibrationView(Page):
     def _measurements_of(self, quantity: Quantity) -> list[Measurement]:
         chosen = (each for each in self.calibration.record.measurements if each.quantity == quantity)
         return sorted(chosen, key=lambda measurement: (str(measurement.key[0]), measurement.key[1:]))
-
-
-def _base_value(quantity: Quantity, base: ClusterConfig) -> str:
-    if quantity == "adamw_ns":
-        return f"{1e9 * adamw_seconds(1e6, base) / 1e6:.3g}"
-    value = getattr(base, quantity)
-    return MISSING if value is None else f"{value:.3g}"
-
-
-def _link_seconds(links: Links, kind: str, ranks: int, bytes_: int) -> float | None:
-    """Returns the seconds that a collective should take according to the latency and the bandwidth of the
-    links."""
-    group = Group(size=ranks, per_machine=ranks)
-    if kind == "all_reduce":
-        return links.all_reduce(bytes_, group).seconds
-    if kind in ("all_gather", "reduce_scatter"):
-        return links.all_gather(bytes_, group).seconds
-    if kind == "all_to_all":
-        return links.all_to_all([bytes_] * ranks, [bytes_] * ranks, group).seconds
-    if kind == "send":
-        return links.point_to_point(bytes_, crosses=False).seconds
-    return links.ring_pass(bytes_, group).seconds

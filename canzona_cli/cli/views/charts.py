@@ -1,26 +1,28 @@
-"""Draws bars with characters in a terminal, and bars, timelines and load maps as SVG in an HTML page.
+"""Draws bars and sparklines with characters in a terminal; and bars, curves, timelines and load maps as SVG in an HTML
+page.
 
-In a terminal without colour, each part is drawn with its letter. In a page, text has the same size on every
-screen, and a part shows its value while the pointer is over it.
+In a terminal without colour, each part is drawn with its letter. In a page, lines and text have the same size on every
+screen; a part shows its value while the pointer is over it, and the page's script shows a curve's values there.
 """
 
+import itertools
+import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final
+from typing import Final, Literal
 
 from rich.text import Text
 
-from canzona_cli.cli.views.markup import Html, Picture, foldable, join_markup, key, percent, table_html, tag
-from canzona_cli.cli.views.page import Screen
-from canzona_cli.cli.views.tables import GroupedTable, column
+from canzona_cli.cli.views.page import NOTHING, Html, Picture, Screen, key, percent, tag
 from canzona_cli.core.phases import PHASES, STREAMS, Ink, Interval
 from canzona_cli.core.simulate.prediction import SimulatedEvent
 from canzona_cli.records.breakdown import streams_of
 from canzona_cli.records.statistics import load_balance
-from canzona_cli.records.words import clean, milliseconds, step_time
+from canzona_cli.records.words import clean, milliseconds, number, step_time
 
-BLOCKS: Final = " ▁▂▃▄▅▆▇█"
+_BLOCKS: Final = "▁▂▃▄▅▆▇█"
 _GUTTER: Final = 23
 """The number of characters in front of a bar or a lane."""
 MEMORY: Final[Mapping[str, Ink]] = MappingProxyType(
@@ -187,14 +189,8 @@ class Lane:
 
     label: str
     intervals: Sequence[Interval]
-    rank: str = ""
-    """The rank, which an HTML page writes in front of the label; empty to write only the label."""
     begins: bool = False
     """True if this is the first lane of a rank."""
-
-    @property
-    def words(self) -> str:
-        return f"{self.rank}: {self.label}" if self.rank else self.label
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,9 +205,9 @@ class Lanes(Picture):
         shown = []
         for row in self.rows:
             rects = map(self._interval_html, _visible(row.intervals, self.start_s, self.end_s))
-            drawn = tag("svg", *rects, class_="lane", role="img", aria_label=row.words)
+            drawn = tag("svg", *rects, class_="lane", role="img", aria_label=row.label)
             look = "lane-row new" if row.begins else "lane-row"
-            shown.append(tag("div", tag("span", row.words, class_="bar-label"), drawn, class_=look))
+            shown.append(tag("div", tag("span", row.label, class_="bar-label"), drawn, class_=look))
         drawn_names = {part.name for row in self.rows for part in row.intervals if part.end_s > self.start_s}
         keys = (key(ink.css, ink.name) for name, ink in PHASES.items() if name in drawn_names)
         ends = tag("span", tag("span", "0"), tag("span", step_time(self.end_s - self.start_s)))
@@ -228,7 +224,7 @@ class Lanes(Picture):
 def planned_lanes(events: Sequence[SimulatedEvent]) -> list[Lane]:
     """Returns a lane for each stream of each simulated rank."""
     return [
-        Lane(label=STREAMS[stream], intervals=intervals, rank=f"rank {rank}", begins=stream == "compute")
+        Lane(label=f"rank {rank}: {STREAMS[stream]}", intervals=intervals, begins=stream == "compute")
         for rank, stream, intervals in streams_of(events)
     ]
 
@@ -284,16 +280,7 @@ class LoadMaps(Picture):
         keys = (key(f"h{level}", text) for level, text in enumerate(words))
         legend = tag("p", *keys, class_="keys wide")
         drawn = (self._map_html(title, loads) for title, loads in self.maps.items())
-        pictures = tag("div", *drawn, legend, class_="grid-of-charts")
-        tables = (self._numbers_table(title, loads) for title, loads in self.maps.items())
-        return join_markup([pictures, foldable("table of the numbers", *tables)])
-
-    def _numbers_table(self, title: str, loads: Sequence[float]) -> Html:
-        """Returns a table with a row for each owner and a column for each host."""
-        times = list(map(milliseconds, loads))
-        groups = [column(f"TP {host}", times[host :: self.hosts]) for host in range(self.hosts)]
-        labels = [f"DP {owner}" for owner in range(self.owners)]
-        return table_html(GroupedTable(head=f"{title}, ms", labels=labels, groups=groups))
+        return tag("div", *drawn, legend, class_="grid-of-charts")
 
     def _map_html(self, title: str, loads: Sequence[float]) -> Html:
         cells: list[Html] = []
@@ -322,3 +309,198 @@ def heat_level(load: float, mean: float) -> int:
     """Returns a level from 0, far below the mean, to `len(HEAT_LIMITS)`, far above it."""
     ratio = load / mean if mean > 0 else 1.0
     return sum(ratio > limit for limit in HEAT_LIMITS)
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Returns a line of at most `width` block characters whose heights follow the values."""
+    if not values or width < 1:
+        return ""
+    points = _resample(values, width)
+    low, high = min(points), max(points)
+    if high <= low:
+        return _BLOCKS[len(_BLOCKS) // 2] * len(points)
+    return "".join(_BLOCKS[round((value - low) / (high - low) * (len(_BLOCKS) - 1))] for value in points)
+
+
+def _resample(values: Sequence[float], width: int) -> list[float]:
+    """Returns at most `width` values, each the mean of its slice of `values`."""
+    if len(values) <= width:
+        return list(values)
+    edges = [index * len(values) // width for index in range(width + 1)]
+    return [math.fsum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+
+
+def progress_bar(fraction: float, width: int) -> Text:
+    """Returns a bar of `width` characters that is filled up to the fraction, from 0 to 1."""
+    done = round(width * fraction)
+    filled = "━" * done if done in (0, width) else "━" * (done - 1) + "╸"
+    return Text.assemble((filled, "green"), ("─" * (width - done), "bright_black"))
+
+
+_DRAWING_WIDTH: Final = 1000
+"""The width of the drawing in SVG units; browsers stretch the drawing to the width of the page."""
+_MOST_POINTS: Final = 600
+"""The most points of a curve. A longer curve is drawn with the lowest and highest point of each stretch, so
+that spikes stay visible."""
+_COLOURS: Final = 8
+"""The number of colours; any further curves repeat them with dashed lines."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """A curve of finite values, in the order of their steps."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    dots: bool = False
+    """True if each point is marked with a dot."""
+    group: str = ""
+    """The name that stands for several curves, which have one colour and one entry in the legend; empty for the curve's
+    own name."""
+
+
+def loss_curve(name: str, points: Sequence[tuple[int, float | None]]) -> Curve:
+    """Returns a curve of the finite validation losses, with dots if there are fewer than 100."""
+    finite = [(step, loss) for step, loss in points if loss is not None]
+    return Curve(name=name, points=finite, dots=len(finite) < 100)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curves(Picture):
+    """Curves over one x axis, in HTML pages."""
+
+    title: str
+    curves: Sequence[Curve]
+    height: int = 220
+    """The height of the plot in an HTML page, in pixels."""
+    axes: Literal["linear", "log x"] = "linear"
+    """`log x` for a logarithmic x axis, which has a label at every step."""
+    show: Callable[[float], str] = lambda value: number(value, ".4g")
+    """Formats a value."""
+    x: str = "step"
+    """The name of the x axis."""
+
+    def html(self) -> Html:
+        drawn = [curve for curve in self.curves if curve.points]
+        return _Chart(self, drawn).html() if drawn else NOTHING
+
+
+def side_by_side(*pictures: Picture) -> Html:
+    """Returns small charts that fill rows of an HTML page."""
+    shown = [drawn for picture in pictures if (drawn := picture.html())]
+    return tag("div", *shown, class_="grid-of-charts") if shown else NOTHING
+
+
+class _Chart:
+    """The SVG of curves that have at least one point each."""
+
+    def __init__(self, picture: Curves, curves: Sequence[Curve]) -> None:
+        self._picture, self._curves = picture, curves
+        self._labels_every_step = picture.axes != "linear"
+        self._step_scale: Callable[[float], float] = math.log2 if self._labels_every_step else float
+        self._steps = sorted({step for curve in curves for step, _ in curve.points})
+        values = [value for curve in curves for _, value in curve.points]
+        self._left, self._right = self._step_scale(self._steps[0]), self._step_scale(self._steps[-1])
+        self._low, self._high, self._ticks = _axis(min(values), max(values))
+
+    def html(self) -> Html:
+        picture, looks, height = self._picture, self._looks(), self._picture.height
+        curve_data: list[dict[str, object]] = []
+        paths: list[Html] = []
+        dots: list[Html] = []
+        for curve, look in zip(self._curves, looks, strict=True):
+            points = _thin_out(curve.points)
+            positions = [(round(_DRAWING_WIDTH * self._x(step), 1), round(self._y(value), 1)) for step, value in points]
+            paths.append(tag("path", d="M" + "L".join(f"{a},{b}" for a, b in positions), class_=f"curve {look}"))
+            if curve.dots or len(points) == 1:
+                for a, b in positions:
+                    dots.append(tag("circle", cx=percent(a / _DRAWING_WIDTH), cy=b, r=3, class_=f"dot {look}"))
+            texts = [[a, step, picture.show(value)] for (a, _), (step, value) in zip(positions, points, strict=True)]
+            curve_data.append({"name": curve.name, "group": curve.group or curve.name, "points": texts})
+        size = {"width": "100%", "height": height}
+        stretched = tag("svg", *paths, viewBox=f"0 0 {_DRAWING_WIDTH} {height}", preserveAspectRatio="none", **size)
+        cursor = tag("line", y1="0", y2=height, x1="0", x2="0", class_="cursor")
+        accessibility = {"role": "img", "aria_label": f"{picture.title}: {self._description()}"}
+        inside = (*self._axes(), *dots, stretched, cursor)
+        drawing = tag("svg", *inside, class_="plot", height=height + 26, **accessibility)
+        named = dict.fromkeys(
+            key(look, curve.group or curve.name) for curve, look in zip(self._curves, looks, strict=True)
+        )
+        caption = (tag("b", picture.title), *(named if len(named) > 1 else ()))
+        # Below the drawing, which must not move under the pointer when the text gets longer.
+        parts = (tag("figcaption", *caption), drawing, tag("output", class_="readout"))
+        return tag("figure", *parts, class_="chart", data_curves=json.dumps(curve_data), data_x=picture.x)
+
+    def _x(self, step: float) -> float:
+        """Returns the horizontal position of a step, from 0 (left) to 1 (right)."""
+        left, right = self._left, self._right
+        return (self._step_scale(step) - left) / (right - left) if right > left else 0.5
+
+    def _y(self, value: float) -> float:
+        """Returns the vertical position of a value, in pixels from the top."""
+        return self._picture.height * (self._high - value) / (self._high - self._low)
+
+    def _axes(self) -> Iterator[Html]:
+        for tick in self._ticks:
+            y = f"{self._y(tick):.1f}"
+            yield tag("line", x1="0", x2="100%", y1=y, y2=y, class_="grid")
+            text = self._picture.show(tick)
+            text = text.rstrip("0").rstrip(".") if "." in text else text
+            yield tag("text", text, x="-8", y=y, class_="tick value")
+        for step in dict.fromkeys(self._written_steps()):
+            x = self._x(step)
+            css = "tick begin" if x < 0.02 else "tick end" if x > 0.98 else "tick"
+            yield tag("text", _step(step), x=percent(x), y=self._picture.height + 18, class_=css)
+
+    def _written_steps(self) -> list[float]:
+        """Returns the steps that label the x axis: all of them on a logarithmic axis, otherwise the first,
+        the last and round numbers between them."""
+        if self._labels_every_step or len(self._steps) < 3:
+            return self._steps
+        first, last = self._steps[0], self._steps[-1]
+        _, _, ticks = _axis(first, last)
+        least_gap = (last - first) / 8
+        return [first, *(tick for tick in ticks if first + least_gap < tick < last - least_gap), last]
+
+    def _looks(self) -> list[str]:
+        """Returns the CSS classes of each curve: one colour for each group."""
+        groups = list(dict.fromkeys(curve.group or curve.name for curve in self._curves))
+        places = (groups.index(curve.group or curve.name) for curve in self._curves)
+        return [f"c{place % _COLOURS}{' again' if place >= _COLOURS else ''}" for place in places]
+
+    def _description(self) -> str:
+        """Returns a description of the chart for screen readers."""
+        show = self._picture.show
+        return "; ".join(
+            f"{curve.name} from {show(curve.points[0][1])} at {_step(curve.points[0][0])} to "
+            f"{show(curve.points[-1][1])} at {_step(curve.points[-1][0])}"
+            for curve in self._curves
+        )
+
+
+def _thin_out(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Returns about `_MOST_POINTS` points or fewer: the lowest and the highest point of each stretch."""
+    if len(points) <= _MOST_POINTS:
+        return list(points)
+    stretches = _MOST_POINTS // 2
+    extremes: list[tuple[float, float]] = []
+    for index in range(stretches):
+        stretch = points[index * len(points) // stretches : (index + 1) * len(points) // stretches]
+        extremes += sorted({min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])})
+    return [points[0], *(point for point in extremes if points[0][0] < point[0] < points[-1][0]), points[-1]]
+
+
+def _axis(low: float, high: float) -> tuple[float, float, list[float]]:
+    """Returns round bounds (low, high) around the values, and the round numbers that label an axis."""
+    if high - low <= 1e-9 * max(abs(low), abs(high)):
+        pad = abs(high) / 2 or 1.0
+        low, high = low - pad, high + pad
+    least_step = (high - low) / 4
+    power = 10.0 ** math.floor(math.log10(least_step))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= least_step)
+    first_tick, last_tick = math.floor(low / step), math.ceil(high / step)
+    return first_tick * step, last_tick * step, [count * step for count in range(first_tick, last_tick + 1)]
+
+
+def _step(step: float) -> str:
+    return f"{step:,.0f}" if step == round(step) else f"{step:g}"

@@ -1,11 +1,9 @@
-"""The screens of `canzona checkpoint` (the list of checkpoints, the contents of one, and their verification)
-and of `canzona eval`."""
+"""The screens of `canzona checkpoint` (the list of checkpoints, and their verification) and of `canzona eval`."""
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from rich.console import Console, RenderableType
@@ -13,23 +11,18 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.text import Text
 
 from canzona_cli.checkpoint.commit import bytes_written
-from canzona_cli.checkpoint.contents import Verified, saved_config, verify_chosen
-from canzona_cli.checkpoint.manifest import Manifest, tensor_bytes
+from canzona_cli.checkpoint.contents import Verified, verify_chosen
 from canzona_cli.checkpoint.store import ChosenCheckpoints, StoredCheckpoint
-from canzona_cli.cli.views.header import describe_layout, header_rows, optimizer_words
-from canzona_cli.cli.views.page import Page, Screen, joined, labelled_rows, note, paragraph
-from canzona_cli.cli.views.tables import Cell, Table, rows_table
+from canzona_cli.cli.views.header import optimizer_words
+from canzona_cli.cli.views.page import Cell, Page, Screen, joined, labelled_rows, paragraph, rows_table
 from canzona_cli.core.errors import Problem
 from canzona_cli.core.setup import Layout
 from canzona_cli.records.codec import load_if_valid
-from canzona_cli.records.corpus import PreparedCorpus
-from canzona_cli.records.files import RunFiles
 from canzona_cli.records.records import Evaluation
 from canzona_cli.records.words import (
     MISSING,
     count,
     duration,
-    guard_notes,
     layout_words,
     number,
     plural,
@@ -95,82 +88,6 @@ def _checkpoint_json(checkpoint: StoredCheckpoint) -> dict[str, object]:
         **{name: getattr(manifest, name, None) for name in facts},
         "layout": None if layout is None else {name: getattr(layout, name) for name in axes},
     }
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointView(Page):
-    """The contents of one checkpoint, and the JSON of `canzona checkpoint show --json`."""
-
-    checkpoint: StoredCheckpoint
-    manifest: Manifest
-
-    def as_json(self) -> dict[str, object]:
-        layout = _saved_layout(self.checkpoint)
-        return {
-            "version": VERSION,
-            "name": self.checkpoint.name,
-            "path": str(self.checkpoint.path),
-            **asdict(self.manifest),
-            "layout": None if layout is None else asdict(layout),
-            "bytes": self.manifest.bytes,
-            "kinds": {kind: {"tensors": len(sizes), "bytes": sum(sizes)} for kind, sizes in self._kinds().items()},
-        }
-
-    def parts(self, screen: Screen) -> Iterator[RenderableType]:
-        yield from labelled_rows(self._rows(), 11)
-        yield Text()
-        yield self._table()
-        yield Text()
-        yield note(_INTACT)
-
-    def _rows(self) -> Iterator[tuple[str, str]]:
-        manifest = self.manifest
-        progress, config = manifest.progress, saved_config(self.checkpoint.path, manifest)
-        yield "checkpoint", f"{self.checkpoint.name}, {self.checkpoint.path}"
-        age = duration(max(0.0, time.time() - manifest.created))
-        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.created))
-        yield "saved", f"{age} ago ({saved}), by canzona {manifest.canzona}"
-        planned = "" if config is None else f" of {config.train.steps:,}"
-        amount = f"{progress.samples:,} sequences, {progress.tokens:,} tokens"
-        yield "progress", f"step {progress.step:,}{planned}, {amount}"
-        for text in guard_notes(progress.skipped, progress.fallbacks):
-            yield "guards", text
-        yield "size", f"{size(manifest.bytes)} in {plural(len(manifest.files), 'file')}"
-        layout = _saved_layout(self.checkpoint)
-        if config is not None and layout is not None:
-            files = RunFiles(self.checkpoint.path.parents[1])
-            yield from header_rows(config, layout, corpus=load_if_valid(files.corpus, PreparedCorpus))
-            return
-        yield "optimizer", optimizer_words(manifest.optimizer, manifest.strategy)
-        if layout is not None:
-            yield "layout", describe_layout(layout, None)
-
-    def _sizes(self) -> Counter[str]:
-        """Returns the bytes of each full tensor by name. A tensor that is stored in pieces has the sum of
-        their bytes."""
-        sizes = Counter[str]()
-        for name, tensor in self.manifest.tensors.items():
-            sizes[tensor.whole_name(name)] += tensor_bytes(tensor.dtype, tensor.shape)
-        return sizes
-
-    def _kinds(self) -> dict[str, list[int]]:
-        """Returns the bytes of the tensors of each kind (master, exp_avg, random states), largest kind
-        first."""
-        kinds: dict[str, list[int]] = {}
-        for name, bytes_ in self._sizes().items():
-            unit, _, kind = name.rpartition("/")
-            kinds.setdefault("random states" if unit.startswith("random") else kind, []).append(bytes_)
-        return dict(sorted(kinds.items(), key=lambda item: -sum(item[1])))
-
-    def _table(self) -> Table:
-        table = Table("kind")
-        table.add_numbers("tensors", "size", "share")
-        total = self._sizes().total()
-        for kind, sizes in self._kinds().items():
-            share = f"{sum(sizes) / total:.1%}" if total else MISSING
-            table.add_row(kind, f"{len(sizes):,}", size(sum(sizes)), share)
-        table.add_row("scalars", f"{len(self.manifest.scalars):,}")
-        return table
 
 
 def _problems_json(checkpoint: StoredCheckpoint, problems: Sequence[Problem]) -> dict[str, object]:

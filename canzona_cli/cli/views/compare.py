@@ -7,8 +7,7 @@ from functools import partial
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.cli.views.page import Page, Screen, paragraph, remarks
-from canzona_cli.cli.views.tables import Table
+from canzona_cli.cli.views.page import Page, Screen, Table, paragraph, remarks
 from canzona_cli.config.settings import override_text
 from canzona_cli.core.phases import LABELS
 from canzona_cli.records.compare import Pair, RunPair, ratio

@@ -4,7 +4,6 @@ result, and the documents that `show` prints."""
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
@@ -13,8 +12,8 @@ from rich.text import Text
 from canzona_cli.cli.views.page import joined
 from canzona_cli.data.build import BuiltPair, OnProgress
 from canzona_cli.data.build import Progress as BuildProgress
+from canzona_cli.data.indexed import Sidecar
 from canzona_cli.data.prepare import train_command
-from canzona_cli.data.sidecar import Sidecar
 from canzona_cli.data.view import DataView, UnknownTokens, count_unknown
 from canzona_cli.records.words import clean, count, plural, size
 
@@ -150,33 +149,9 @@ def print_data(shown: DataView, *, verbose: bool) -> None:
             text = "\n".join(f"{line[:width]}…" if len(line) > width else line for line in lines[:_LINES])
         beginning = ", beginning" if is_cut else ""
         tokens = plural(document.tokens, "token")
-        _print_text(console, f"document {document.number}: {tokens}{beginning}", text)
-    if shown.sequence is not None:
-        parts = plural(shown.sequence_documents, "document")
-        text = clean(shown.sequence, newlines=True)
-        _print_text(console, f"a training sequence, with tokens of {parts}", text)
-
-
-def data_content(shown: DataView) -> dict[str, object]:
-    """Returns the JSON of `canzona data show --json`; new keys do not change `version`."""
-    return {
-        "version": 1,
-        "prefix": str(shown.pair.prefix),
-        "tokens": shown.pair.tokens,
-        "documents": shown.pair.documents,
-        "tokenizer": None if shown.sidecar is None else shown.sidecar.tokenizer,
-        "lengths": asdict(shown.lengths),
-        "held_out": None if shown.held_out is None else asdict(shown.held_out),
-        "unknown": None if shown.unknown is None else asdict(shown.unknown),
-        "shown": [asdict(document) for document in shown.documents],
-        "sequence": shown.sequence,
-    }
-
-
-def _print_text(console: Console, title: str, text: str) -> None:
-    console.print(Text(f"\n{title}", style="bold"))
-    if text:
-        console.print(Text(text), soft_wrap=True)
+        console.print(Text(f"\ndocument {document.number}: {tokens}{beginning}", style="bold"))
+        if text:
+            console.print(Text(text), soft_wrap=True)
 
 
 def _dropped(sidecar: Sidecar) -> str:

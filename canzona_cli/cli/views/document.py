@@ -16,9 +16,20 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from canzona_cli.cli.views.charts import MEMORY
-from canzona_cli.cli.views.markup import NOTHING, Html, Picture, fact_list, join_markup, styled_markup, table_html, tag
-from canzona_cli.cli.views.page import Page, Paragraph, Screen
-from canzona_cli.cli.views.tables import GroupedTable
+from canzona_cli.cli.views.page import (
+    NOTHING,
+    GroupedTable,
+    Html,
+    Page,
+    Paragraph,
+    Picture,
+    Screen,
+    fact_list,
+    join_markup,
+    styled_markup,
+    table_html,
+    tag,
+)
 from canzona_cli.core.phases import PHASES
 from canzona_cli.records.words import clean
 

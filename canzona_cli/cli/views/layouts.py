@@ -2,16 +2,14 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.cli.outlook import Outlook, outlook
-from canzona_cli.cli.views.header import layout_name, optimizer_words, rank_word
-from canzona_cli.cli.views.page import Page, Screen, note, paragraph, section_head
-from canzona_cli.cli.views.tables import Table, rows_table
+from canzona_cli.cli.views.header import Outlook, layout_name, optimizer_words, outlook, rank_word
+from canzona_cli.cli.views.page import Page, Screen, Table, note, paragraph, rows_table, section_head
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.overrides import key_of
 from canzona_cli.config.resolve import resolve
@@ -20,7 +18,6 @@ from canzona_cli.config.sweep import Combination, combinations
 from canzona_cli.core.costs.memory import GIB, capacity, headroom
 from canzona_cli.core.errors import DoesNotFit
 from canzona_cli.core.planner.make import make_plan, plannable
-from canzona_cli.core.setup import Setup
 from canzona_cli.core.setup.execution import RELEASED_TP_MODES, AnyStrategy, with_flex
 from canzona_cli.core.simulate import fit
 from canzona_cli.core.simulate.compare import Study, study_run
@@ -172,9 +169,6 @@ class FastestLayouts(Page):
     search: LayoutSearch
     flex: LayoutResult | None = None
     """The fastest layout with the dispatcher `flex`; None if it is not faster, or not possible."""
-    without_headroom: LayoutResult | None = None
-    """The fastest layout with `cluster.headroom_gib=0`; None if it is not faster than the first row of the
-    table."""
     verbose: bool = False
     """True to show the columns that do not fit in the terminal in a second table."""
 
@@ -198,11 +192,6 @@ class FastestLayouts(Page):
         )
         yield Text()
         yield paragraph(self._why())
-        if self.without_headroom is not None:
-            cost = f"{config.cluster.headroom_gib:g} GiB of headroom cost {self._headroom_cost:.1%} of time"
-            choice = f"{layout_name(self.without_headroom.layout)} would be chosen"
-            size = f"{self.without_headroom.memory_bytes / GIB:.1f} GiB"
-            yield paragraph(f"{cost}: with cluster.headroom_gib=0, {choice}, at {size}.")
         if self.flex is not None:
             rate, now = (count(self._outlook(tried).tokens_per_s) for tried in (self.flex, best[0]))
             yield paragraph(
@@ -226,7 +215,6 @@ class FastestLayouts(Page):
             "simulated": self.search.simulated,
             "capacity_bytes": capacity(self.config.setup),
             "headroom_bytes": headroom(self.config.setup),
-            "headroom_cost": self._headroom_cost,
             "layouts": [
                 {
                     "layout": asdict(tried.layout),
@@ -244,12 +232,6 @@ class FastestLayouts(Page):
             else {"layout": asdict(self.flex.layout), "iteration_s": self.flex.iteration_s},
             "why": self._why(),
         }
-
-    @property
-    def _headroom_cost(self) -> float:
-        """The relative increase in time per sequence that the headroom costs."""
-        best = self.search.best[0]
-        return best.per_sequence_s / (self.without_headroom or best).per_sequence_s - 1
 
     def _outlook(self, tried: LayoutResult) -> Outlook:
         return outlook(self.config, tried.layout, tried.iteration_s)
@@ -309,22 +291,10 @@ def fastest_layouts(config: RunConfig, *, verbose: bool) -> FastestLayouts:
     result = search(config.setup, SHOWN)
     if not result.best:
         make_plan(*fit.resolve(config.setup))  # raises an error that explains what does not fit
-    best, flex = result.best[0], with_flex(config.setup)
-    setup, cluster = config.setup, config.cluster
-    tight = replace(setup, cluster=replace(cluster, headroom_gib=0.0)) if cluster.headroom_gib else None
-    return FastestLayouts(
-        config=config,
-        search=result,
-        flex=_if_faster(flex, best),
-        without_headroom=_if_faster(tight, best),
-        verbose=verbose,
-    )
-
-
-def _if_faster(setup: Setup | None, best: LayoutResult) -> LayoutResult | None:
-    """Returns the fastest layout of another run, if it is faster than `best`."""
-    fastest = () if setup is None else search(setup).best
-    return fastest[0] if fastest and fastest[0].per_sequence_s < best.per_sequence_s else None
+    with_other = with_flex(config.setup)
+    fastest = () if with_other is None else search(with_other).best
+    flex = fastest[0] if fastest and fastest[0].per_sequence_s < result.best[0].per_sequence_s else None
+    return FastestLayouts(config=config, search=result, flex=flex, verbose=verbose)
 
 
 def _usable_memory(config: RunConfig) -> str:

@@ -2,20 +2,18 @@
 machine."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from rich.console import RenderableType
 from rich.text import Text
 
 from canzona_cli.bench.links import SLOW, LinkCheck, bus_gb_per_s
-from canzona_cli.cli.views.page import Page, Screen, joined, note, paragraph, remarks
-from canzona_cli.cli.views.tables import Table
+from canzona_cli.cli.views.page import Page, Screen, Table, joined, note, paragraph, remarks
 from canzona_cli.config.profiles import Profile
 from canzona_cli.core.reading import display_path
 from canzona_cli.launch.doctor import Diagnosis, Finding, Status
 from canzona_cli.records.words import milliseconds, plural, size
 
-VERSION = 1
 _NAMED = 8
 """The largest number of machines that are all named."""
 
@@ -25,10 +23,6 @@ class ProfileList(Page):
     """The list of hardware profiles: a table with a row for each."""
 
     profiles: Sequence[Profile]
-
-    def as_json(self) -> dict[str, object]:
-        """Returns the JSON of `canzona clusters list --json`."""
-        return {"version": VERSION, "clusters": [_content(profile) for profile in self.profiles]}
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         table = Table("cluster")
@@ -58,22 +52,6 @@ class ProfileList(Page):
             for profile in self.profiles
             for problem in profile.problems
         )
-
-
-def profile_json(profile: Profile) -> dict[str, object]:
-    """Returns the JSON of `canzona clusters show --json`."""
-    return {"version": VERSION, **_content(profile)}
-
-
-def _content(profile: Profile) -> dict[str, object]:
-    return {
-        "name": profile.name,
-        "path": str(profile.path),
-        "builtin": profile.builtin,
-        "measured": profile.cluster is not None and profile.cluster.calibrated,
-        "problems": [{"key": p.key, "reason": p.reason, "fix": p.fix} for p in profile.problems],
-        "settings": None if profile.cluster is None else asdict(profile.cluster),
-    }
 
 
 _MARKS: Mapping[Status, tuple[str, str]] = {

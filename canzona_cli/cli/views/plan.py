@@ -10,21 +10,30 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.cli.outlook import Outlook, outlook
 from canzona_cli.cli.views.charts import MEMORY, Bar, Bars, Lanes, LoadMaps, planned_lanes
-from canzona_cli.cli.views.header import describe_batch, describe_layout, fast_path_rows, outlook_rows, rank_word
+from canzona_cli.cli.views.header import (
+    Outlook,
+    describe_batch,
+    describe_layout,
+    fast_path_rows,
+    outlook,
+    outlook_rows,
+    rank_word,
+)
 from canzona_cli.cli.views.page import (
+    GroupedTable,
     Page,
     Paragraph,
     Screen,
+    column,
     items,
     joined,
     labelled_rows,
     note,
     paragraph,
+    rows_table,
     section_head,
 )
-from canzona_cli.cli.views.tables import GroupedTable, column, rows_table
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.memory import GIB
 from canzona_cli.core.costs.update import RULES

@@ -11,12 +11,20 @@ from typing import Literal, get_args
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.cli.views.charts import phase_bar, step_bars
+from canzona_cli.cli.views.charts import Curve, Curves, phase_bar, side_by_side, step_bars
 from canzona_cli.cli.views.compare import RunPairView, setting_value
-from canzona_cli.cli.views.curves import Curve, Curves, side_by_side
 from canzona_cli.cli.views.document import Document, sections
-from canzona_cli.cli.views.page import Page, Screen, note, paragraph, section_head
-from canzona_cli.cli.views.tables import Columns, GroupedTable, column, rows_table
+from canzona_cli.cli.views.page import (
+    Columns,
+    GroupedTable,
+    Page,
+    Screen,
+    column,
+    note,
+    paragraph,
+    rows_table,
+    section_head,
+)
 from canzona_cli.records.compare import compare_two, run_figures
 from canzona_cli.records.groups import (
     JUDGED_SEEDS,
@@ -342,7 +350,7 @@ def _loss_curves(ranking: Ranking, labels: Sequence[str], by: By) -> Curves:
         points = [(step, loss) for step, loss in losses.items() if step >= begin]
         curves.append(Curve(name=name, points=points, group=label, dots=by == "validation" and len(points) < 100))
     smoothed = f", mean of {SMOOTHED_STEPS} steps" if by == "training" else ""
-    return Curves(title=f"{by} loss{smoothed}, from step {begin:,}", curves=curves, numbers=_loss, show=_loss)
+    return Curves(title=f"{by} loss{smoothed}, from step {begin:,}", curves=curves, show=_loss)
 
 
 def _losses_by_rate(ranking: Ranking, labels: Sequence[str]) -> Iterator[Curves]:

@@ -6,11 +6,19 @@ from dataclasses import dataclass
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.cli.views.charts import Bars, phase_bar, step_bars
-from canzona_cli.cli.views.curves import Curve, Curves
+from canzona_cli.cli.views.charts import Bars, phase_bar, sparkline, step_bars
 from canzona_cli.cli.views.header import batch_factors, describe_layout, optimizer_words
-from canzona_cli.cli.views.page import Page, Paragraph, Screen, joined, labelled_rows, paragraph, remarks, section_head
-from canzona_cli.cli.views.tables import Table
+from canzona_cli.cli.views.page import (
+    Page,
+    Paragraph,
+    Screen,
+    Table,
+    joined,
+    labelled_rows,
+    paragraph,
+    remarks,
+    section_head,
+)
 from canzona_cli.cli.views.train_state import loss_change
 from canzona_cli.core.phases import LABELS
 from canzona_cli.records.breakdown import CALIBRATE, Breakdown, PhaseTime, relative_error
@@ -48,7 +56,7 @@ class RunView(Page):
 
     summary: RunSummary
     verbose: bool = False
-    """True to show the time of every phase, and a taller curve."""
+    """True to show the time of every phase."""
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         summary = self.summary
@@ -59,8 +67,8 @@ class RunView(Page):
         yield from self.figures()
         if len(summary.losses) > 1:
             yield Text()
-            rows = 9 if self.verbose else 6
-            yield Curves(title="loss", curves=[Curve(name="training", points=summary.losses)], rows=rows)
+            losses = [loss for _, loss in summary.losses]
+            yield Text(f"  {sparkline(losses, min(screen.width, 100) - 4)}", style="cyan", no_wrap=True)
         if summary.breakdown is not None:
             yield Text()
             yield BreakdownView(breakdown=summary.breakdown, brief=not self.verbose)
@@ -168,24 +176,23 @@ class BreakdownView(Page):
     def _table(self, width: int) -> Table:
         planned, is_wide = self.breakdown.shown_plan, width >= 110
         predicted = {} if planned is None else {**planned.phases, "step": planned.iteration_s}
-        shown = {"planned": planned is not None, "error": self._comparable, "slowest": is_wide, "share": True}
+        shown = {"planned": planned is not None, "error": self._comparable, "share": True}
         columns = ["min", "mean", "max", *(column for column, is_shown in shown.items() if is_shown)]
         table = Table()
         table.add_column("phase, ms", no_wrap=True)
         table.add_numbers(*columns)
-        slowest = _slowest_ranks(self.breakdown)
         for name, label, phase in _rows(self.breakdown):
             share = MISSING if phase is None else f"{number(100 * phase.share, '.1f')}%"
             adds_up = phase is None or phase.in_step
             cells = self._cells(phase, predicted.get(name))
-            cells |= {"slowest": slowest.get(name, MISSING), "share": share if adds_up else f"({share})"}
+            cells["share"] = share if adds_up else f"({share})"
             # Without `, exposed`, the table with a plan fits in 80 columns.
             row_label = label if planned is None or is_wide else label.split(", exposed")[0]
             style = "" if adds_up and phase else "dim"
             table.add_row(row_label, *(cells[column] for column in columns), style=style)
         table.add_section()
         cells = self._cells(self.breakdown.step, predicted.get("step"))
-        cells |= {"slowest": "", "share": f"{number(100 * self.breakdown.in_step_share, '.1f')}%"}
+        cells["share"] = f"{number(100 * self.breakdown.in_step_share, '.1f')}%"
         table.add_row("step", *(cells[column] for column in columns), style="bold")
         return table
 
@@ -283,13 +290,3 @@ def _rows(breakdown: Breakdown) -> list[tuple[str, str, PhaseTime | None]]:
 def _error(planned: float | None, measured: float) -> str:
     error = relative_error(planned, measured)
     return MISSING if error is None else error_percent(error)
-
-
-def _slowest_ranks(breakdown: Breakdown) -> dict[str, str]:
-    """Returns the rank that spends the most time in each phase."""
-    worst: dict[str, tuple[float, int]] = {}
-    for times in breakdown.ranks:
-        for name, seconds in times.phases.items():
-            if name not in worst or seconds > worst[name][0]:
-                worst[name] = (seconds, times.rank)
-    return {name: f"rank {rank}" for name, (_, rank) in worst.items()}

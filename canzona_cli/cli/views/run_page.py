@@ -5,18 +5,37 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import groupby
-from statistics import mean
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.cli.views.charts import MEMORY, Bar, Bars, Lane, Lanes, LoadMaps, planned_lanes
-from canzona_cli.cli.views.curves import Curve, Curves, loss_curve, side_by_side
+from canzona_cli.cli.views.charts import (
+    MEMORY,
+    Bar,
+    Bars,
+    Curve,
+    Curves,
+    Lane,
+    Lanes,
+    LoadMaps,
+    loss_curve,
+    planned_lanes,
+    side_by_side,
+)
 from canzona_cli.cli.views.document import Document, Mood, sections
-from canzona_cli.cli.views.markup import Html, fact_list, foldable, table_html, tag
-from canzona_cli.cli.views.page import note, remarks, section_head
+from canzona_cli.cli.views.page import (
+    Cell,
+    Html,
+    Table,
+    fact_list,
+    foldable,
+    note,
+    remarks,
+    section_head,
+    table_html,
+    tag,
+)
 from canzona_cli.cli.views.run import BreakdownView, RunView
-from canzona_cli.cli.views.tables import Cell, Table
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import leaves, override_text
 from canzona_cli.core.costs.memory import GIB
@@ -110,7 +129,7 @@ def _loss(summary: RunSummary) -> Iterator[RenderableType]:
         *(loss_curve(name, points) for name, points in validations.items()),
     ]
     yield section_head("Loss", ", nats per token, mean over the global batch; validation always on the same samples")
-    yield Curves(title="loss", curves=curves, numbers=partial(number, spec=".4f"))
+    yield Curves(title="loss", curves=curves)
 
 
 def _curves(summary: RunSummary) -> Iterator[RenderableType]:
@@ -208,17 +227,17 @@ def _timeline(files: RunFiles, layout: Layout | None, planned: Prediction | None
 
 
 def _measured_lanes(ranks: Sequence[RankTimeline], layout: Layout | None) -> Lanes:
-    shifts = clock_shifts(ranks)
-    begin_s = min(rank.steps[-1].start_s + shifts[rank.clock] for rank in ranks)
+    """Returns the lanes of the last step. Clocks of several machines have nothing in common, so all ranks end the
+    step at the same time: it ends with an all-reduce of the loss over all of them."""
+    length_s = max(rank.steps[-1].end_s - rank.steps[-1].start_s for rank in ranks)
     rows: list[Lane] = []
     for rank in ranks:
-        step, shift_s = rank.steps[-1], shifts[rank.clock] - begin_s
+        step, shift_s = rank.steps[-1], length_s - rank.steps[-1].end_s
         coordinates = "" if layout is None else f" ({_place_of(rank.rank, layout)})"
         rows.append(Lane(label=f"rank {rank.rank}{coordinates}", intervals=_shift(step.phases, shift_s), begins=True))
         transfers = lanes(step.transfers)
         rows += [Lane(label="in flight", intervals=_shift(lane, shift_s)) for lane in transfers[:2]]
-    end_s = max(rank.steps[-1].end_s + shifts[rank.clock] for rank in ranks)
-    return Lanes(rows=rows, end_s=end_s - begin_s)
+    return Lanes(rows=rows, end_s=length_s)
 
 
 def lanes(intervals: Iterable[Interval]) -> list[list[Interval]]:
@@ -232,25 +251,6 @@ def lanes(intervals: Iterable[Interval]) -> list[list[Interval]]:
         else:
             free.append(interval)
     return rows
-
-
-def clock_shifts(ranks: Sequence[RankTimeline]) -> dict[str, float]:
-    """Returns the seconds to add to each clock so that the ends of steps coincide: 0 for the first rank's
-    clock, and for clocks that have no step in common with it.
-
-    Ranks on the same machine share a clock. A step ends after an all-reduce of the loss over all ranks, so all
-    ranks end a step at the same time, up to the latency of that collective.
-    """
-    ends: dict[str, dict[int, list[float]]] = {}
-    for rank in ranks:
-        for step in rank.steps:
-            ends.setdefault(rank.clock, {}).setdefault(step.number, []).append(step.end_s)
-    reference = ends[ranks[0].clock]
-    shifts = {}
-    for clock, steps in ends.items():
-        offsets = [mean(reference[number]) - mean(steps[number]) for number in steps if number in reference]
-        shifts[clock] = mean(offsets) if offsets and clock != ranks[0].clock else 0.0
-    return shifts
 
 
 def _place_of(rank: int, layout: Layout) -> str:

@@ -14,7 +14,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from canzona_cli.cli.views.curves import line_chart, progress_bar, sparkline
+from canzona_cli.cli.views.charts import progress_bar, sparkline
 from canzona_cli.cli.views.header import header_rows
 from canzona_cli.cli.views.page import joined, labelled_rows, paragraph
 from canzona_cli.cli.views.train_state import REPEATED_STAGES, Clock, TrainState, relative_change, set_losses
@@ -26,17 +26,14 @@ from canzona_cli.records.corpus import PreparedCorpus
 from canzona_cli.records.records import Note, RunStatus, StageEvent, StepMetrics, ValidationLoss
 from canzona_cli.records.words import MISSING, count, duration, number, step_time
 
-_WIDE = 110
-_WIDE_ROWS = 14
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 _SEEN = "tokens seen"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """The drawing of a `TrainState`. The wide form shows the loss curve and the figures side by side, and
-    needs 110 columns and 14 rows. The narrow form shows the figures in a few lines, with a sparkline. Before
-    the first step or validation, only the stage is shown.
+    """The drawing of a `TrainState`: the figures in a few lines, with a sparkline of the losses. Before the first step
+    or validation, only the stage is shown.
 
     No line exceeds the console's width.
     """
@@ -50,10 +47,8 @@ class Frame:
         guarded = [Text(f"  {text}", style="yellow") for text in state.guard_lines]
         if state.updated is None and not state.validations:
             lines = [] if self.closed else [self._stage_line()]
-        elif width >= _WIDE and console.size.height >= _WIDE_ROWS + len(guarded):
-            lines = [Text(), self._bar(width), Text(), *self._wide_lines(width), *guarded]
         else:
-            lines = [Text(), self._bar(width), *self._narrow_lines(width), *guarded]
+            lines = [Text(), self._bar(width), *self._lines(width), *guarded]
         for line in lines:
             line.no_wrap = True
             line.rstrip()
@@ -81,7 +76,7 @@ class Frame:
         return joined((head, "bold")) + progress_bar(state.fraction, length) + Text(tail.rstrip(), style="bold")
 
     def _figures(self) -> dict[str, str]:
-        """Returns the formatted figures by label, in the order of the wide form."""
+        """Returns the formatted figures by label."""
         state, newest = self.state, self.state.last
         return {
             "loss": number(state.loss, ".4f"),
@@ -111,14 +106,14 @@ class Frame:
             notes.append((self.state.experts, "dim"))
         return notes
 
-    def _narrow_lines(self, width: int) -> list[Text]:
+    def _lines(self, width: int) -> list[Text]:
         figures, state = self._figures(), self.state
         tokens_seen = figures.pop(_SEEN)
         lines = [
             Text.assemble("  ", self._figure(*left, 10, 9), "   ", self._figure(*right, 13, 12), "   ")
             for left, right in batched(figures.items(), 2)
         ]
-        lines[0].append(sparkline(state.history.values, width - len(lines[0]) - 2), style="cyan")
+        lines[0].append(sparkline(state.losses, width - len(lines[0]) - 2), style="cyan")
         lines[2].append(f"{tokens_seen} {_SEEN}", style="dim")
         for line, (note, style) in zip((lines[1], lines[3]), self._notes(), strict=False):
             line.append(note, style=style)
@@ -127,24 +122,6 @@ class Frame:
             first, last = state.validations[0][0], state.validations[-1][0]
             validation.append(f"  steps {first:,} → {last:,}", style="dim")
         return [*lines, validation, *self._sets()]
-
-    def _wide_lines(self, width: int) -> list[Text]:
-        state = self.state
-        figures = [self._figure(label, value, 16, 14) for label, value in self._figures().items()]
-        figures.append(Text.assemble(("validation  ", "dim"), (state.validation_change(), "bold")))
-        for (note, style), line in zip(self._notes(), (figures[0], figures[7]), strict=False):
-            line.append(f"  {note}", style=style)
-        figures_width = 40
-        chart = line_chart(state.history.points, width - figures_width - 5, len(figures))
-        lines = []
-        for row, figure in enumerate(figures):
-            chart_row = chart[row] if row < len(chart) else ""
-            line = Text("  ")
-            line.append(f"{chart_row:<{width - figures_width - 5}}", style="dim" if row == len(figures) - 1 else "cyan")
-            lines.append(line.append("   ").append_text(figure))
-        if not chart:
-            lines[0] = Text.assemble(f"  {MISSING:<{width - figures_width - 5}}   ", figures[0])
-        return [*lines, *self._sets()]
 
     def _sets(self) -> Iterator[Text]:
         """Yields a line with the newest validation loss of each data set of a blend, if there is a blend."""

@@ -9,11 +9,9 @@ from pathlib import Path
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.cli.outlook import Outlook
 from canzona_cli.cli.views.charts import MEMORY
-from canzona_cli.cli.views.header import fast_path_rows, header_rows, outlook_rows, rank_word
-from canzona_cli.cli.views.page import Page, Screen, labelled_rows, note, paragraph
-from canzona_cli.cli.views.tables import Table
+from canzona_cli.cli.views.header import Outlook, fast_path_rows, header_rows, outlook_rows, rank_word
+from canzona_cli.cli.views.page import Page, Screen, Table, labelled_rows, note, paragraph
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.secrets import redact, shown_value
 from canzona_cli.core.costs.memory import GIB, Memory

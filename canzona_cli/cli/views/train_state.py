@@ -1,6 +1,5 @@
 """The state of a run that the live views show: stages, losses, rates, validations and time left."""
 
-import itertools
 import math
 import statistics
 import time
@@ -22,34 +21,6 @@ REPEATED_STAGES = frozenset({"train", "validate"})
 _SMOOTHING = 0.1
 _WINDOW = 16
 _ETA_WINDOW = 100
-_MOST_POINTS = 2048
-
-
-@dataclass
-class History:
-    """The (step, value) points of a curve. Once there are too many, neighbouring points are averaged."""
-
-    points: list[tuple[float, float]] = field(default_factory=list)
-    _stride: int = 1
-    _pending: list[tuple[float, float]] = field(default_factory=list)
-
-    def add(self, step: float, value: float) -> None:
-        self._pending.append((step, value))
-        if len(self._pending) < self._stride:
-            return
-        self.points.append(_mean_point(self._pending))
-        self._pending.clear()
-        if len(self.points) >= _MOST_POINTS:
-            self.points = [_mean_point(pair) for pair in itertools.batched(self.points, 2)]
-            self._stride *= 2
-
-    @property
-    def values(self) -> list[float]:
-        return [value for _, value in self.points]
-
-
-def _mean_point(points: list[tuple[float, float]] | tuple[tuple[float, float], ...]) -> tuple[float, float]:
-    return math.fsum(s for s, _ in points) / len(points), math.fsum(v for _, v in points) / len(points)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +41,8 @@ class TrainState:
     config: RunConfig
     layout: Layout
     clock: Clock = time.monotonic
-    history: History = field(default_factory=History)
+    losses: list[float] = field(default_factory=list)
+    """The finite losses of the logged steps, in their order."""
     stages: list[Stage] = field(default_factory=list)
     last: StepMetrics | None = None
     """The newest logged step."""
@@ -102,7 +74,7 @@ class TrainState:
         for metrics in earlier.metrics:
             self.tokens_seen = metrics.tokens or self.tokens_seen
             if (loss := finite_or_none(metrics.loss)) is not None:
-                self.history.add(metrics.step, loss)
+                self.losses.append(loss)
         for validation in earlier.validations:
             self.add_validation(validation)
         self.step = earlier.step
@@ -124,7 +96,7 @@ class TrainState:
         if loss is None:
             self.non_finite += 1
         else:
-            self.history.add(self.step, loss)
+            self.losses.append(loss)
             self._weight = (1 - _SMOOTHING) * self._weight + _SMOOTHING
             step_weight = _SMOOTHING / self._weight
             self.smoothed = loss if self.smoothed is None else self.smoothed + step_weight * (loss - self.smoothed)

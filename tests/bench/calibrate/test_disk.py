@@ -8,8 +8,7 @@ import pytest
 from canzona_cli.bench.calibrate import calibrate
 from canzona_cli.checkpoint.commit import write_part
 from canzona_cli.checkpoint.manifest import Shard
-from canzona_cli.cli.outlook import outlook
-from canzona_cli.cli.views.header import outlook_rows
+from canzona_cli.cli.views.header import outlook, outlook_rows
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.resolve import resolve
 

@@ -11,7 +11,7 @@ import pytest
 from canzona_cli.checkpoint.huggingface.folder import compose_with_weights
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.config.resolve import resolve
-from canzona_cli.data.sidecar import saved_tokenizer_path
+from canzona_cli.data.indexed import saved_tokenizer_path
 from canzona_cli.launch.resume import choose_resumption
 from canzona_cli.records.files import RunFiles
 from tests.checkpoint.huggingface.folders import random_folder

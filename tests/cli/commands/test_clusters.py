@@ -1,6 +1,5 @@
 """`canzona clusters`: profiles listed, shown with their sources, and copied."""
 
-import json
 from pathlib import Path
 
 from canzona_cli.config.compose import compose_run
@@ -11,18 +10,13 @@ from tests.cli.commands.support import canzona
 def test_list_names_every_profile_in_80_columns(tmp_path: Path) -> None:
     done = canzona("clusters", "list", code=0)
     assert max(map(len, done.stdout.splitlines())) <= 80
-    listed = json.loads(canzona("clusters", "list", "--json").stdout)
     names = {file.stem for file in (builtin_recipes_dir() / "cluster").glob("*.yaml")}
-    assert {cluster["name"] for cluster in listed["clusters"]} == names
     assert all(any(line.startswith(f"{name} ") for line in done.stdout.splitlines()) for name in names)
-    assert not any(cluster["measured"] for cluster in listed["clusters"])
 
 
 def test_show_prints_the_file_with_its_sources() -> None:
     done = canzona("clusters", "show", "b200")
     assert done.stdout.partition("\n")[2] == (builtin_recipes_dir() / "cluster" / "b200.yaml").read_text()
-    shown = json.loads(canzona("clusters", "show", "b200", "--json").stdout)
-    assert (shown["version"], shown["settings"]["bf16_tflops"]) == (1, 2250)
 
 
 def test_a_copy_is_a_profile_under_its_own_name_and_stays(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """`canzona data show`: what was prepared, read back as text."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -21,8 +20,8 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "corpus"
 
 
-def test_documents_lengths_and_a_sequence_are_those_of_the_text(prefix: Path) -> None:
-    shown = view(prefix, documents=2, tokens=20, seq_length=30)
+def test_documents_and_lengths_are_those_of_the_text(prefix: Path) -> None:
+    shown = view(prefix, documents=2, tokens=20)
     texts, sizes = LINES[:2], [len(line.encode()) + 1 for line in LINES]
     assert [(document.text, document.cut) for document in shown.documents] == [
         (texts[0], False),
@@ -36,21 +35,12 @@ def test_documents_lengths_and_a_sequence_are_those_of_the_text(prefix: Path) ->
     bounds = [0, *(most for most, _ in lengths.histogram)]
     for least, (most, documents) in zip(bounds, lengths.histogram, strict=False):
         assert documents == sum(least < size <= most for size in sizes)
-    assert shown.sequence == f"{texts[0]}\n[end of document]\n{texts[1][:17]}"
-    assert shown.sequence_documents == 2
     held_out = drawn(prefix, 0.02)
     if not held_out.any():  # the one with the least hash
         held_out = drawn(prefix, min(share / 100 for share in range(101) if drawn(prefix, share / 100).any()))
     assert shown.held_out == HeldOut(
         share=0.02, documents=int(held_out.sum()), tokens=int(inspect_pair(prefix).lengths[held_out].sum())
     )
-
-
-@pytest.mark.parametrize(("seq_length", "documents"), [(12, 1), (13, 1), (14, 2), (1000, len(LINES))])
-def test_a_sequence_has_the_documents_of_its_tokens(seq_length: int, documents: int, prefix: Path) -> None:
-    """The first document has 13 tokens: a sequence that ends with it has none of the second."""
-    shown = view(prefix, documents=1, tokens=20, seq_length=seq_length)
-    assert shown.sequence_documents == documents
 
 
 def test_the_screen_has_the_facts_and_no_control_characters(prefix: Path) -> None:
@@ -74,9 +64,6 @@ def test_long_documents_fill_a_screen_of_25_lines_and_are_whole_for_who_asks(tmp
     assert not any(line.startswith("line 3") for line in short)
 
 
-def test_json_has_it_too_and_a_missing_pair_is_a_mistake(prefix: Path) -> None:
-    done = canzona("data", "show", str(prefix), "--documents", "1", "--json")
-    content = json.loads(done.stdout)
-    assert (content["version"], content["documents"], len(content["shown"])) == (1, len(LINES), 1)
+def test_a_missing_pair_is_a_mistake(prefix: Path) -> None:
     refused = canzona("data", "show", str(prefix) + "-nowhere", code=2)
     assert "nowhere" in refused.stderr

@@ -60,7 +60,7 @@ def test_slurm_and_the_dry_run_look_at_the_same_things(command: tuple[str, ...],
     for override, said in (
         (("data=prepared", "data.path=absent"), "absent.bin"),
         (("data.tokenizer=bpee",), "data.tokenizer = bpee"),
-        ((custom, "optimizer.source=own.py:Singed"), "did you mean Signed?"),
+        ((custom, "optimizer.source=owm.py:Signed"), "there is no file owm.py"),
         ((custom, "optimizer.source=absent.module:Own", "optimizer.allow=[absent]"), "no package absent here"),
         (("parallel.tp=2", "engine.c_max_mib=0.01"), "engine.c_max_mib"),
     ):

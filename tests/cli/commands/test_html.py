@@ -70,8 +70,6 @@ def test_a_run_as_a_page(tmp_path: Path) -> None:
     assert len(cells) == 8, "two maps of 2 x 2 ranks"
     for rank, seconds in enumerate(of_ranks):
         assert f"DP {rank // 2}, TP {rank % 2}: {1e3 * seconds:.1f} ms" in cells[rank]
-    for owner in (0, 1):
-        assert [f"DP {owner}", *(f"{1e3 * seconds:.1f}" for seconds in of_ranks[2 * owner :][:2])] in page.rows()
     measured = page.all("rect", class_="p-matrix_update")[0]
     assert measured.text == f"matrix update: {update[2]} ms"
     assert "rank 3 (TP 1, DP 1)" in page.words

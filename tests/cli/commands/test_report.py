@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -62,11 +63,10 @@ def test_a_finished_run_shows_status_loss_validation_curve_and_breakdown(tmp_pat
     assert "done, exit code 0" in done.stdout
     assert "300 of 300 in 2 min 00 s" in done.stdout
     assert "9.7213 → 4.8121 (-50.5%), steps 0 → 300" in done.stdout
-    assert done.stdout.count("┤") == 5, "the loss curve"
+    assert re.search("[▁▂▃▄▅▆▇█]{20}", done.stdout), "the loss curve"
     assert "!" not in done.stdout, "nothing to note"
     assert len(done.stdout.splitlines()) <= 25
     everything = canzona("report", str(files.root), "-v").stdout
-    assert everything.count("┤") == 8
     assert "phase, ms" in everything
     assert "phase, ms" not in done.stdout, "the times of all phases"
     tokens = STEPS * 32 * 256

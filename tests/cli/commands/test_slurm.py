@@ -31,12 +31,12 @@ def test_nodes_spread_the_run(tmp_path: Path) -> None:
 
 def test_mistakes_of_the_run_and_of_the_job_are_told_together_and_no_directive_is_smuggled_in(tmp_path: Path) -> None:
     done = canzona(
-        *("slurm", "--submit", "recipe=qwen3-32b", "gpu=8", "--time", "1\n#SBATCH --uid=0", "--account", "a b"),
+        *("slurm", "--submit", "recipe=qwen3-32b", "gpu=8", "--time", "1\n#SBATCH --uid=0", "--account", "a\tb"),
         cwd=tmp_path,
         code=2,
     )
     said = " ".join(done.stderr.split())
-    for key in ("--time", "--account", "did you mean gpus?"):
+    for key in ("--time=1", "--account=a", "did you mean gpus?"):
         assert key in said
     assert done.stdout == ""
     assert list(tmp_path.iterdir()) == []

@@ -177,7 +177,7 @@ def test_any_checkpoint_is_evaluated_on_all_of_other_data_in_another_layout(trai
     (tmp_path / "in.txt").write_text(text, encoding="utf-8")
     asked = ("--output", "other", "--tokenizer", "byte", "--document", "line")
     assert canzona("data", "prepare", "in.txt", *asked, cwd=tmp_path).returncode == 0
-    other = ("data=prepared", "data.path=other", "gpus=1", "train.global_batch_size=1", "--batches", "all")
+    other = ("data=prepared", "data.path=other", "gpus=1", "train.global_batch_size=1", "--all-sequences")
     done = canzona("eval", trained.folder / "run", "--step", "6", *other, "--json", cwd=tmp_path, code=0)
     assert "other is none of the run's data" in " ".join(done.stderr.split())
     found = json.loads(done.stdout)
@@ -214,7 +214,6 @@ def test_a_validation_set_of_its_own_is_what_the_run_and_its_evaluation_read(tmp
     ("arguments", "code", "key"),
     [
         (("--step", "5"), 2, "--step = 5"),
-        (("--batches", "some"), 2, "--batches = some"),
         (("model.hidden_size=128",), 2, "model.hidden_size = 128"),
         (
             ("--documents", "held-out", "train.eval_interval=0", "data.validation_fraction=0"),

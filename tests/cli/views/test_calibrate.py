@@ -21,15 +21,15 @@ def shown(found: Calibration, written: Path | None) -> list[str]:
     return text.getvalue().splitlines()
 
 
-def test_numbers_stand_beside_the_base_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_number_stands_beside_its_spread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     long = number("updates", 0.0468, "muon/standard/5/stacked", 5120, 12288)
     lines = shown(calibration(replace(RECORD, measurements=(*RECORD.measurements, long))), Path("here.yaml"))
     words = [line.split() for line in lines]
-    assert ["memory", "bandwidth,", "GB/s", "17", "10%", "10"] in words
-    assert ["bf16", "matmuls", "of", "512,", "TFLOP/s", "0.9", "10%", "1.3"] in words
-    assert ["muon/standard/5", "256x768", "2.50", "10%", "3.13"] in words
-    assert ["megatron/muon/standard/5", "256x768", "3.50", "10%", "3.74"] in words
+    assert ["memory", "bandwidth,", "GB/s", "17", "10%"] in words
+    assert ["bf16", "matmuls", "of", "512,", "TFLOP/s", "0.9", "10%"] in words
+    assert ["muon/standard/5", "256x768", "2.50", "10%"] in words
+    assert ["megatron/muon/standard/5", "256x768", "3.50", "10%"] in words
     assert "written: ./here.yaml" in lines
     assert "use it: canzona plan recipe=qwen3-tiny gpus=2 cluster=./here.yaml" in lines
     assert all(len(line) <= 60 for line in lines if not line.startswith(("use it", "written"))), lines

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from canzona_cli.cli.outlook import outlook
-from canzona_cli.cli.views.header import describe_plan, header_rows, outlook_rows
+from canzona_cli.cli.views.header import describe_plan, header_rows, outlook, outlook_rows
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.resolve import resolve
 from canzona_cli.core.planner.make import make_plan

@@ -12,11 +12,9 @@ from operator import mul
 import pytest
 
 from canzona_cli.cli.views.bench import BenchView
-from canzona_cli.cli.views.charts import MEMORY, Bar, Bars, Lane, Lanes
-from canzona_cli.cli.views.curves import Curve, Curves
+from canzona_cli.cli.views.charts import MEMORY, Bar, Bars, Curve, Curves, Lane, Lanes
 from canzona_cli.cli.views.document import Document, Section, document, sections
-from canzona_cli.cli.views.markup import Html, tag
-from canzona_cli.cli.views.page import note, section_head
+from canzona_cli.cli.views.page import Html, note, section_head, tag
 from canzona_cli.core.phases import PHASES, Ink, Interval
 from tests.bench.benches import bench
 from tests.cli.views.html_page import Page, read_page

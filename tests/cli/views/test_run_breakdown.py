@@ -75,12 +75,6 @@ def test_a_phase_the_strategy_lacks_is_absent_not_zero(tmp_path: Path) -> None:
     assert row(lines, "matrix update").split() == ["matrix", "update", "-", "-", "-", "-"]
 
 
-def test_wide_terminals_name_the_slowest_rank() -> None:
-    breakdown = load_breakdown(DATA)
-    slowest = max(breakdown.ranks, key=lambda rank: rank.phases["matrix_update"]).rank
-    assert f"rank {slowest}" in row(shown(breakdown, 120), "matrix update")
-
-
 def test_the_foot_tells_what_was_measured() -> None:
     text = "\n".join(shown(load_breakdown(DATA), 120))
     for part in (

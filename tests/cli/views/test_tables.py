@@ -3,8 +3,7 @@
 import pytest
 from rich.text import Text
 
-from canzona_cli.cli.views.page import labelled_rows
-from canzona_cli.cli.views.tables import Columns, GroupedTable, Table, column
+from canzona_cli.cli.views.page import Columns, GroupedTable, Table, column, labelled_rows
 from tests.cli.views.test_bench import shown
 
 

@@ -1,4 +1,4 @@
-"""The timelines of ranks: lanes without overlaps, and machines' clocks laid over each other."""
+"""The timelines of ranks: lanes without overlaps, and steps of machines whose clocks differ."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from canzona_cli.cli.views.run_page import clock_shifts, lanes
+from canzona_cli.cli.views.run_page import _measured_lanes, lanes
 from canzona_cli.core.phases import Interval
 from canzona_cli.records.files import RunFiles, write_json_atomic
 from canzona_cli.records.records import load_timelines
@@ -17,9 +17,7 @@ from tests.refusals import refused
 Row = Sequence[object]
 
 
-def timeline(
-    rank: int, *, clock: str = "here", start: float = 1000.0, transfers: Sequence[Row] = ()
-) -> dict[str, object]:
+def timeline(rank: int, *, start: float = 1000.0, transfers: Sequence[Row] = ()) -> dict[str, object]:
     """Steps 5 and 6: 2 s forward, 3 s backward each."""
     steps = [
         {
@@ -31,7 +29,7 @@ def timeline(
         }
         for number, begin in ((5, start), (6, start + 5))
     ]
-    return {"version": 1, "rank": rank, "host": clock, "clock": clock, "steps": steps}
+    return {"version": 2, "rank": rank, "host": "here", "steps": steps}
 
 
 def run(root: Path, *timelines: Mapping[str, object]) -> RunFiles:
@@ -42,19 +40,11 @@ def run(root: Path, *timelines: Mapping[str, object]) -> RunFiles:
     return files
 
 
-def test_clocks_of_other_machines_are_laid_over_the_first_ones_by_the_ends_of_steps(tmp_path: Path) -> None:
-    """Rank 1 began a little later by the shared clock, ranks 2 and 3 count from another start."""
-    files = run(
-        tmp_path,
-        timeline(0, start=1000.0),
-        timeline(1, start=1000.5),
-        timeline(2, clock="there", start=7.0),
-        timeline(3, clock="there", start=7.5),
-    )
-    ranks = load_timelines(files)
-    shifts = clock_shifts(ranks)
-    starts = [rank.steps[0].start_s + shifts[rank.clock] for rank in ranks]
-    assert starts == pytest.approx([1000.0, 1000.5, 1000.0, 1000.5])
+def test_ranks_of_machines_with_other_clocks_end_a_step_together(tmp_path: Path) -> None:
+    files = run(tmp_path, timeline(0, start=1000.0), timeline(1, start=7.0))
+    shown = _measured_lanes(load_timelines(files), None)
+    ends = [max(interval.end_s for interval in lane.intervals) for lane in shown.rows if lane.begins]
+    assert ends == pytest.approx([shown.end_s] * 2)
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10)), max_size=20))

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from canzona_cli.cli.views.curves import line_chart, progress_bar, sparkline
+from canzona_cli.cli.views.charts import progress_bar, sparkline
 from canzona_cli.cli.views.train import ConsoleView, LiveView, PlainView, make_view
-from canzona_cli.cli.views.train_state import History, TrainState
+from canzona_cli.cli.views.train_state import TrainState
 from canzona_cli.launch.view import EarlierSteps, TrainView
 from canzona_cli.records.records import Note, StageEvent, StepMetrics, ValidationLoss
 from canzona_cli.records.words import clean, count, duration, milliseconds, predicted_overhead, step_time
@@ -91,15 +91,6 @@ def test_a_view_reads_as_it_did(width: int) -> None:
     view.close()
     shown = "\n".join([*lines, "", *screen(text_of(view._console), width)]) + "\n"
     assert shown == (Path(__file__).parent / f"live-{width}.txt").read_text(encoding="utf-8")
-
-
-def test_a_terminal_that_is_too_low_gets_a_sparkline_for_a_curve() -> None:
-    view = started(120, Clock())
-    low = frame(view, 120, height=10)
-    view.close()
-    assert len(low) <= 10
-    assert not any("┤" in line for line in low)
-    assert re.search("[▁▂▃▄▅▆▇█]{20}", "\n".join(low))
 
 
 def test_the_stage_under_way_counts_its_seconds() -> None:
@@ -185,7 +176,7 @@ def test_a_loss_that_is_not_a_number_is_counted_and_kept_out_of_the_curve() -> N
     for loss in (5.0, None, math.nan, 4.0):  # the files hold null for NaN
         state.add_step(StepMetrics(step=1, loss=loss))
     assert state.non_finite == 2
-    assert state.history.values == [5.0, 4.0]
+    assert state.losses == [5.0, 4.0]
     assert state.smoothed is not None
     assert 4.0 < state.smoothed < 5.0
 
@@ -246,7 +237,7 @@ def test_a_resumed_run_shows_the_curve_it_goes_on_and_its_own_pace(width: int) -
         view.note(Note(text="rank 2 is a straggler", warning=True))
         view.validation(ValidationLoss(step=31, loss=4.8121, sets={"code": 4.5, "web": None}))
         view.close()
-    assert (live.state.step, len(live.state.history.points)) == (31, 31)
+    assert (live.state.step, len(live.state.losses)) == (31, 31)
     assert live.state.validations == [(0, 9.7213), (31, 4.8121)]
     assert live.state.eta == pytest.approx((STEPS - 31) * 0.4)
     shown, told = text_of(out), text_of(pipe)
@@ -272,15 +263,6 @@ def test_eta_is_the_pace_by_wall_clock_and_counts_down() -> None:
     assert not state.stalled
     clock.now += 60
     assert state.stalled
-
-
-def test_a_long_history_is_thinned_but_keeps_its_shape() -> None:
-    history = History()
-    for step in range(100_000):
-        history.add(step, float(step))
-    assert len(history.points) <= 2048
-    assert all(value == pytest.approx(step) for step, value in history.points)
-    assert history.points[-1][0] > 99_000
 
 
 def plain_lines(step_s: float, steps: int = STEPS) -> list[str]:
@@ -423,15 +405,6 @@ def test_no_color_is_honoured() -> None:
     colours = re.compile(r"\x1b\[[0-9;]*3[0-7][0-9;]*m")
     assert colours.search(on_terminal(80))
     assert not colours.search(on_terminal(80, NO_COLOR="1"))
-
-
-@pytest.mark.parametrize(
-    "points", [[(1.0, 2.0)], [(1.0, 2.0), (2.0, 2.0)], [(float(i), 5.0 / i) for i in range(1, 500)]]
-)
-def test_a_chart_has_the_size_asked_for(points: list[tuple[float, float]]) -> None:
-    lines = line_chart(points, 60, 8)
-    assert len(lines) == 8
-    assert max(map(len, lines)) <= 60
 
 
 @pytest.mark.parametrize(

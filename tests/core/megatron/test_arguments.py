@@ -10,7 +10,7 @@ from megatron.training import arguments as theirs
 
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.megatron_arguments import meaning, table
-from canzona_cli.config.megatron_parser import parser as rebuilt
+from canzona_cli.config.megatron_arguments import parser as rebuilt
 from canzona_cli.config.megatron_translation import MegatronRun, read_megatron_run
 from canzona_cli.config.schema import RunConfig
 
