@@ -102,7 +102,7 @@ def compose_files(chosen: Mapping[str, Path], dirs: Sequence[Path]) -> tuple[dic
         ConfigError: a file cannot be read or composed, names code to run, or refers to environment variables.
     """
     contents = _contents(chosen)
-    recipes = list(_layers("recipe", chosen["recipe"], contents["recipe"], dirs, set()))
+    recipes = list(_layers("recipe", chosen["recipe"], contents["recipe"], dirs))
     primary = read_yaml(builtin_recipes_dir() / "config.yaml")["defaults"]
     assert isinstance(primary, list)
     options = {group: option for entry in primary if isinstance(entry, dict) for group, option in entry.items()}
@@ -111,10 +111,10 @@ def compose_files(chosen: Mapping[str, Path], dirs: Sequence[Path]) -> tuple[dic
     layers: list[_Layer] = []
     for group in GROUPS[1:]:
         if group in chosen:
-            layers += _layers(group, chosen[group], contents[group], dirs, set())
+            layers += _layers(group, chosen[group], contents[group], dirs)
         elif options[group] is not None:
             file = _file_of(group, str(options[group]), dirs, chosen["recipe"])
-            layers += _layers(group, file, read_yaml(file), dirs, set())
+            layers += _layers(group, file, read_yaml(file), dirs)
     tree: dict[str, object] = {}
     for layer in (*layers, *recipes):
         tree = _merged(tree, layer.content)
@@ -134,22 +134,21 @@ class _Layer:
 
 
 def _layers(
-    group: str, file: Path, content: Mapping[str, object], dirs: Sequence[Path], seen: set[Path]
+    group: str, file: Path, content: Mapping[str, object], dirs: Sequence[Path], above: tuple[Path, ...] = ()
 ) -> Iterator[_Layer]:
     """Yields a file of a group and those on which it builds, in their order of application.
 
     Args:
-        seen: the files so far, to which this one is added.
+        above: the files that build on this one.
 
     Raises:
         ConfigError: a `defaults:` list cannot be used.
     """
     where = display_path(file)
-    if file in seen:
-        reason = "builds on itself, or is named twice: several `defaults:` lead to it"
+    if file in above:
+        reason = "builds on itself: its `defaults:` lead back to the same file"
         fix = "give the file a different name from the recipe it builds on, or give its path: recipe=./FILE.yaml"
         raise ConfigError(Problem(where, reason, fix))
-    seen.add(file)
     values = {key: value for key, value in content.items() if key != "defaults"}
     is_tree = group == "recipe" or _GLOBAL.match(file.read_text(encoding="utf-8")) is not None
     layer = _Layer(file=file, options={}, content=values if is_tree else {group: values})
@@ -160,11 +159,11 @@ def _layers(
             yield layer
         elif isinstance(entry, str):
             base = _file_of(group, entry.removeprefix(f"/{group}/"), dirs, file)
-            yield from _layers(group, base, read_yaml(base), dirs, seen)
+            yield from _layers(group, base, read_yaml(base), dirs, (*above, file))
         elif overrides and overrides.keys() <= {f"override /{other}" for other in GROUPS[1:]}:
             layer.options.update({key.removeprefix("override /"): option for key, option in overrides.items()})
         else:
-            reason = "has an entry in its `defaults:` that is neither a name nor a choice of a group"
+            reason = f"has an entry in its `defaults:` that is neither a name nor a choice of a group: {entry}"
             raise ConfigError(Problem(where, reason, f"write `- NAME`, or `- override /{GROUPS[1]}: NAME`"))
 
 

@@ -127,7 +127,8 @@ def read_yaml(path: Path) -> dict[str, object]:
     """Reads a YAML file of settings.
 
     Raises:
-        ConfigError: the file cannot be read, is not valid YAML, is not a mapping, or is empty.
+        ConfigError: the file cannot be read, is not valid YAML, is not a mapping, is empty, or has a `hydra`
+            section.
     """
     try:
         content = parse_yaml(read_plain(path, most=LARGEST_YAML))
@@ -135,6 +136,9 @@ def read_yaml(path: Path) -> dict[str, object]:
         raise ConfigError(Problem(display_path(path), f"{error}")) from error
     if not isinstance(content, dict) or not content:
         raise ConfigError(Problem(display_path(path), "contains no settings", "write `key: value` lines"))
+    if "hydra" in content:
+        reason = f"would configure Hydra itself, but a recipe may only have settings of a run (in {display_path(path)})"
+        raise ConfigError(Problem("hydra", reason, "remove it"))
     return {str(key): value for key, value in content.items()}
 
 
