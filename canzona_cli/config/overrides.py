@@ -54,6 +54,8 @@ def parse_overrides(arguments: Sequence[str]) -> Overrides:
             problems.append(Problem(key, "is not UTF-8", fix, value=text))
         elif not equals or not key:
             problems.append(_not_an_override(argument))
+        elif key[0] in "+~":
+            problems.append(_not_a_change(key, text))
         elif "_target_" in argument:
             problems.append(target_problem(key, f"in the override {argument}"))
         elif key in GROUPS:
@@ -171,3 +173,11 @@ def _not_an_override(argument: str) -> Problem:
     hint = closest_key(argument) if _BARE_WORD.fullmatch(argument) else None
     fix = f"write {hint}=VALUE" if hint else "write a setting and its value, for example train.steps=100"
     return Problem(argument or "''", "is not of the form KEY=VALUE", fix)
+
+
+def _not_a_change(key: str, text: str) -> Problem:
+    bare = key.lstrip("+~")
+    existing = bare if bare in settings() or bare in GROUPS else closest_key(bare)
+    reason = f"{key[: len(key) - len(bare)]} would add or remove a setting, but canzona's settings are fixed"
+    fix = f"write {existing}=VALUE" if existing else "write KEY=VALUE with a key that exists"
+    return Problem(key, reason, fix, value=text)

@@ -1,14 +1,14 @@
-"""Composes the files of a run into a tree of values, as Hydra does, and applies the command line's values to the tree.
-
-A recipe's `defaults:` list names recipes on which it builds, and chooses options of groups (`override /model: NAME`).
-Hydra would compose the same, but to import it and to compose with it takes 0.2 s.
-"""
+"""Composes the files of a run into a tree of values with Hydra, and applies the command line's values to the
+tree."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
+from canzona_cli.config.overrides import text_value
 from canzona_cli.config.recipes import (
     FROM_FILES,
     GROUPS,
@@ -25,11 +25,22 @@ from canzona_cli.core.errors import ConfigError, Problem, refuse
 from canzona_cli.core.reading import display_path, read_yaml
 from canzona_cli.core.setup import ModelConfig
 
+SCHEME = "canzona"
+"""The URL scheme of the folders that Hydra reads through `_folder_source`."""
 _LONGEST = 10_000
 """The maximum number of characters in a value after its references are resolved. A path has at most 4,096."""
-_GLOBAL = re.compile(r"\s*#\s*@package\s+_global_\b")
-"""The header of a file of a group whose contents are not only the group's section."""
+_PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)")
+_UNLOADED = re.compile(r"Could not load 'recipe/([^']+)'")
+"""Hydra's message about a recipe that `defaults:` names but that does not exist."""
 _MISSING = "???"
+_PRIMARY = "_canzona_"
+_DROP_HYDRA_GROUPS = [f"~hydra/{group}" for group in ("launcher", "sweeper", "help", "hydra_help", "output")]
+_DROP_HYDRA_GROUPS += ["~hydra/hydra_logging", "~hydra/job_logging"]
+"""The overrides that drop Hydra's own groups. canzona does not use them, and composing them would take a
+quarter of the time."""
+# The name under which Hydra finds the chosen option of a group. Because the option is not named after its file, a
+# recipe can build on a built-in recipe with the same name as its file.
+_CHOSEN = "_chosen_"
 # The setting that names a section's contents. A section without it only adjusts the file of its group.
 _NAMED_BY = {"model": "name", "optimizer": "name", "engine": "strategy", "cluster": "name", "data": "source"}
 
@@ -89,7 +100,7 @@ def list_recipes(recipes_dirs: Sequence[Path] = ()) -> list[RecipeInfo]:
 
 
 def compose_files(chosen: Mapping[str, Path], dirs: Sequence[Path]) -> tuple[dict[str, object], list[Path]]:
-    """Composes a tree of values from files, without resolving references to other settings.
+    """Composes a tree of values from files with Hydra, without resolving references to other settings.
 
     Args:
         chosen: the files of the chosen options by group, among them a recipe.
@@ -102,91 +113,52 @@ def compose_files(chosen: Mapping[str, Path], dirs: Sequence[Path]) -> tuple[dic
         ConfigError: a file cannot be read or composed, names code to run, or refers to environment variables.
     """
     contents = _contents(chosen)
-    recipes = list(_layers("recipe", chosen["recipe"], contents["recipe"], dirs))
-    primary = read_yaml(builtin_recipes_dir() / "config.yaml")["defaults"]
-    assert isinstance(primary, list)
-    options = {group: option for entry in primary if isinstance(entry, dict) for group, option in entry.items()}
-    for layer in recipes:
-        options |= layer.options
-    layers: list[_Layer] = []
-    for group in GROUPS[1:]:
-        if group in chosen:
-            layers += _layers(group, chosen[group], contents[group], dirs)
-        elif options[group] is not None:
-            file = _file_of(group, str(options[group]), dirs, chosen["recipe"])
-            layers += _layers(group, file, read_yaml(file), dirs)
-    tree: dict[str, object] = {}
-    for layer in (*layers, *recipes):
-        tree = _merged(tree, layer.content)
-    refuse(content_problems(tree, display_path(chosen["recipe"])))
-    return tree, [layer.file for layer in (*layers, *recipes)]
+    composed = _compose_plainly(contents, chosen, dirs) or _compose_with_hydra(contents, chosen, dirs)
+    refuse(content_problems(composed[0], display_path(chosen["recipe"])))
+    return composed
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Layer:
-    """One file of a composition."""
-
-    file: Path
-    options: dict[str, object]
-    """The options of other groups that its `defaults:` list chooses."""
-    content: dict[str, object]
-    """The values of the file, as a tree."""
-
-
-def _layers(
-    group: str, file: Path, content: Mapping[str, object], dirs: Sequence[Path], above: tuple[Path, ...] = ()
-) -> Iterator[_Layer]:
-    """Yields a file of a group and those on which it builds, in their order of application.
+def _compose_plainly(
+    contents: Mapping[str, Mapping[str, object]], chosen: Mapping[str, Path], dirs: Sequence[Path]
+) -> tuple[dict[str, object], list[Path]] | None:
+    """Composes a recipe whose `defaults:` list only chooses options of groups, as Hydra would. To import Hydra and to
+    compose with it takes 0.2 s, and the built-in recipes need nothing else of it.
 
     Args:
-        above: the files that build on this one.
+        contents: see `_contents`.
+        chosen: see `compose_files`.
+        dirs: see `compose_files`.
 
-    Raises:
-        ConfigError: a `defaults:` list cannot be used.
+    Returns:
+        The tree and its files, as of `compose_files`; None if a file needs more of Hydra, or has a mistake, which
+        Hydra then reports.
     """
-    where = display_path(file)
-    if file in above:
-        reason = "builds on itself: its `defaults:` lead back to the same file"
-        fix = "give the file a different name from the recipe it builds on, or give its path: recipe=./FILE.yaml"
-        raise ConfigError(Problem(where, reason, fix))
-    values = {key: value for key, value in content.items() if key != "defaults"}
-    is_tree = group == "recipe" or _GLOBAL.match(file.read_text(encoding="utf-8")) is not None
-    layer = _Layer(file=file, options={}, content=values if is_tree else {group: values})
-    entries = _entries(content)
-    for entry in entries if "_self_" in entries else [*entries, "_self_"]:
-        overrides = entry if group == "recipe" and isinstance(entry, Mapping) else {}
-        if entry == "_self_":
-            yield layer
-        elif isinstance(entry, str):
-            base = _file_of(group, entry.removeprefix(f"/{group}/"), dirs, file)
-            yield from _layers(group, base, read_yaml(base), dirs, (*above, file))
-        elif overrides and overrides.keys() <= {f"override /{other}" for other in GROUPS[1:]}:
-            layer.options.update({key.removeprefix("override /"): option for key, option in overrides.items()})
-        else:
-            reason = f"has an entry in its `defaults:` that is neither a name nor a choice of a group: {entry}"
-            raise ConfigError(Problem(where, reason, f"write `- NAME`, or `- override /{GROUPS[1]}: NAME`"))
-
-
-def _entries(content: Mapping[str, object]) -> list[object]:
-    defaults = content.get("defaults", [])
-    return list(defaults) if isinstance(defaults, list) else [defaults]
-
-
-def _file_of(group: str, name: str, dirs: Sequence[Path], where: Path) -> Path:
-    """Returns the file of an option that the `defaults:` list of the file `where` names.
-
-    Raises:
-        ConfigError: there is no such option.
-    """
-    places = (folder / group / f"{name}.yaml" for folder in dirs if "/" not in name)
-    if (file := next((place for place in places if place.is_file()), None)) is not None:
-        return file
-    options = group_options(group, dirs)
-    bare = name.rpartition("/")[2]
-    near = bare if bare in options else closest_option(bare, options) or next(iter(options))
-    reason = f"builds on {group} {name} in its `defaults:`, but there is no such {group}"
-    entry = near if group == "recipe" else f"override /{group}: {near}"
-    raise ConfigError(Problem(display_path(where), reason, f"write `- {entry}`; there are {', '.join(options)}"))
+    defaults = read_yaml(builtin_recipes_dir() / "config.yaml")["defaults"]
+    entries = contents["recipe"]["defaults"]
+    assert isinstance(defaults, list)
+    assert isinstance(entries, list)
+    options = {group: option for entry in defaults if isinstance(entry, dict) for group, option in entry.items()}
+    overrides = {str(key): option for entry in entries[:-1] if isinstance(entry, dict) for key, option in entry.items()}
+    known = {f"override /{group}" for group in GROUPS[1:]}
+    if len(overrides) != len(entries) - 1 or entries[-1] != "_self_" or not overrides.keys() <= known:
+        return None
+    options |= {key.removeprefix("override /"): option for key, option in overrides.items()}
+    tree: dict[str, object] = {}
+    files = []
+    for group, option in options.items():
+        if group not in chosen and option is None:
+            continue
+        places = (folder / group / f"{option}.yaml" for folder in dirs if "/" not in str(option))
+        file = chosen[group] if group in chosen else next((place for place in places if place.is_file()), None)
+        if file is None or (group != "recipe" and _package(file) is not None):
+            return None
+        content = dict(contents[group] if group in chosen else read_yaml(file))
+        is_plain = not any(mark in str(content) for mark in ("${", _MISSING))
+        if (content.pop("defaults", None) is None) is (group == "recipe") or not is_plain:
+            return None
+        tree = _merged(tree, content if group == "recipe" else {group: content})
+        files.append(file)
+    return tree, files
 
 
 def _merged(tree: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
@@ -198,8 +170,98 @@ def _merged(tree: Mapping[str, object], changes: Mapping[str, object]) -> dict[s
     return merged
 
 
+def _compose_with_hydra(
+    contents: Mapping[str, Mapping[str, object]], chosen: Mapping[str, Path], dirs: Sequence[Path]
+) -> tuple[dict[str, object], list[Path]]:
+    """Composes a tree of values with Hydra; arguments and result are those of `_compose_plainly`."""
+    from hydra import compose, initialize
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    where = display_path(chosen["recipe"])
+    folders = ",".join(text_value(f"{SCHEME}://{folder}") for folder in dirs)
+    overrides = [f"{group}={_CHOSEN}" for group in chosen]
+    # Hydra resolves `defaults:` lists while it composes, before the content can be checked. They must not be
+    # able to read environment variables.
+    OmegaConf.clear_resolver("oc.env")
+    files_read = _folder_source()
+    files_read.clear()
+    with _in_config_store(contents, chosen), initialize(config_path=None, version_base="1.3"):
+        try:
+            merged = compose(_PRIMARY, overrides=[f"hydra.searchpath=[{folders}]", *_DROP_HYDRA_GROUPS, *overrides])
+            container = OmegaConf.to_container(merged, resolve=False)
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ConfigError(_composition_problem(error, chosen, dirs)) from error
+        except RecursionError as error:  # Hydra follows a cycle of `defaults:` lists forever
+            reason = "builds on itself: its `defaults:` lead back to the same file"
+            fix = "give the file a different name from the recipe it builds on, or give its path: recipe=./FILE.yaml"
+            raise ConfigError(Problem(where, reason, fix)) from error
+    assert isinstance(container, dict)
+    tree = {str(key): value for key, value in container.items()}
+    # Hydra reads a recipe before the recipes that it builds on, but applies it after them. Files of the other
+    # groups are applied before recipes.
+    files = {group: [path for path in reversed(files_read) if path.parent.name == group] for group in GROUPS}
+    for group, path in chosen.items():
+        files[group].append(path)
+    return tree, [path for group in (*GROUPS[1:], GROUPS[0]) for path in files[group]]
+
+
+@cache
+def _folder_source() -> list[Path]:
+    """Registers a Hydra config source that reads folders with `read_yaml` and its limits; returns the list to
+    which the source appends each file that it reads."""
+    from hydra.core.object_type import ObjectType
+    from hydra.core.plugins import Plugins
+    from hydra.plugins.config_source import ConfigResult, ConfigSource
+    from omegaconf import OmegaConf
+
+    files_read: list[Path] = []
+
+    class Folder(ConfigSource):  # type: ignore[misc]
+        @staticmethod
+        def scheme() -> str:
+            return SCHEME
+
+        def available(self) -> bool:
+            return Path(self.path).is_dir()
+
+        def is_group(self, config_path: str) -> bool:
+            return Path(self.path, config_path).is_dir()
+
+        def is_config(self, config_path: str) -> bool:
+            return self._file(config_path).is_file()
+
+        def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+            return sorted(file.stem for file in Path(self.path, config_path).glob("*.yaml"))
+
+        def load_config(self, config_path: str) -> ConfigResult:
+            file = self._file(config_path)
+            content = read_yaml(file)
+            files_read.append(file)
+            return ConfigResult(
+                provider=self.provider,
+                path=str(file),
+                config=OmegaConf.create(content),
+                header={"package": _package(file)},
+            )
+
+        def _file(self, config_path: str) -> Path:
+            return Path(self.path, config_path if config_path.endswith(".yaml") else f"{config_path}.yaml")
+
+    Plugins.instance().register(Folder)
+    return files_read
+
+
+def _package(file: Path) -> str | None:
+    """Returns the package that the `# @package` header of a file names; None without a header."""
+    with file.open(encoding="utf-8") as text:
+        header = _PACKAGE.match(text.read(512))
+    return None if header is None else header[1]
+
+
 def _contents(chosen: Mapping[str, Path]) -> dict[str, dict[str, object]]:
-    """Returns the contents of the chosen files, by group."""
+    """Returns the contents of the chosen files, by group, as options that Hydra can compose."""
     contents = {group: read_yaml(path) for group, path in chosen.items()}
     for group in contents.keys() & set(FROM_FILES):
         contents[group].setdefault("name", chosen[group].stem)
@@ -219,6 +281,22 @@ def is_of_run(file: Path) -> bool:
     return isinstance(run, Mapping) and Path(str(run.get("dir"))).name == file.parent.name
 
 
+@contextmanager
+def _in_config_store(contents: Mapping[str, Mapping[str, object]], chosen: Mapping[str, Path]) -> Iterator[None]:
+    """Adds the primary configuration and the chosen files to Hydra's ConfigStore during the block."""
+    from hydra.core.config_store import ConfigStore
+
+    store = ConfigStore.instance()
+    stored = dict(store.repo)
+    store.store(_PRIMARY, read_yaml(builtin_recipes_dir() / "config.yaml"), package="")
+    try:
+        for group, path in chosen.items():
+            store.store(_CHOSEN, contents[group], group, package="_global_" if group == "recipe" else _package(path))
+        yield
+    finally:
+        store.repo = stored
+
+
 def _as_option(content: dict[str, object], chosen: Collection[str]) -> dict[str, object]:
     """Converts the contents of a recipe file to an option of the recipe group, by completing its `defaults:`
     list.
@@ -230,7 +308,8 @@ def _as_option(content: dict[str, object], chosen: Collection[str]) -> dict[str,
         content: the contents of the file, changed in place.
         chosen: the groups for which the command line chooses an option.
     """
-    entries = _entries(content)
+    defaults = content.pop("defaults", [])
+    entries: list[object] = list(defaults) if isinstance(defaults, list) else [defaults]
     overridden = {str(key) for entry in entries if isinstance(entry, Mapping) for key in entry}
     for group, name in _NAMED_BY.items():
         section = content.get(group)
@@ -240,7 +319,9 @@ def _as_option(content: dict[str, object], chosen: Collection[str]) -> dict[str,
             del content[group]
         elif _is_complete(group, section) and f"override /{group}" not in overridden:
             entries.append({f"override /{group}": None})
-    return {**content, "defaults": entries}
+    if "_self_" not in entries:
+        entries.append("_self_")
+    return {"defaults": entries, **content}
 
 
 def _is_complete(group: str, section: Mapping[str, object]) -> bool:
@@ -252,6 +333,32 @@ def _is_complete(group: str, section: Mapping[str, object]) -> bool:
         if setting.required and applies and name not in section:
             return False
     return True
+
+
+def _composition_problem(error: Exception, chosen: Mapping[str, Path], dirs: Sequence[Path]) -> Problem:
+    """Converts Hydra's error about a recipe's files to a problem, without the search path and Hydra's own
+    hints.
+
+    Args:
+        chosen: the chosen files, by group.
+        dirs: the folders of recipes.
+    """
+    where = display_path(chosen["recipe"])
+    lines = [line.strip() for line in str(error).splitlines()]
+    hints = ("Available options", "Config search path", "provider=", "To append")
+    message = [line for line in lines if line and not line.startswith(hints)]
+    text = " ".join(message[:4]).replace(f"In '{_PRIMARY}': ", "")
+    for group, path in chosen.items():
+        text = text.replace(f"{group}/{_CHOSEN}", display_path(path))
+    if (unknown := _UNLOADED.search(text)) is not None:
+        name = unknown[1]
+        recipes = group_options("recipe", dirs)
+        bare = name.rpartition("/")[2]
+        near = bare if bare in recipes else closest_option(bare, recipes)
+        reason = f"builds on recipe {name} in its `defaults:`, but there is no such recipe"
+        return Problem(where, reason, f"write `- {near or 'qwen3-tiny'}`; there are {', '.join(recipes)}")
+    fix = "see `canzona recipes show qwen3-tiny` for the files a recipe is made of"
+    return Problem(where, f"cannot be composed: {text.rstrip('.')}", fix)
 
 
 def with_values(base: Mapping[str, object], values: Mapping[str, object], problems: list[Problem]) -> dict[str, object]:
@@ -275,7 +382,6 @@ def with_values(base: Mapping[str, object], values: Mapping[str, object], proble
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
 
-        OmegaConf.clear_resolver("oc.env")  # no setting may have a value of the environment
         try:
             filled = OmegaConf.select(OmegaConf.create(tree), key, throw_on_resolution_failure=True)
             resolved[key] = OmegaConf.to_container(filled, resolve=True) if OmegaConf.is_config(filled) else filled
