@@ -95,6 +95,7 @@ because a run continues in its directory."""
 
 _LEAVE_OUT: Final[Mapping[str, str]] = {
     "expert experts moe": "the settings of experts are model.num_experts, .experts_per_token and parallel.ep",
+    "first_k_dense_replace decoder_sparse_step mlp_only_layers": "the layers with experts are model.moe_layer_freq",
     "lora qlora peft adapter adapters": "canzona does not have LoRA; it trains all weights",
     "fsdp fsdp2 zero zero1 zero2 zero3 deepspeed hsdp shard": (
         "canzona does not have FSDP or ZeRO; its default strategy divides optimizer state among ranks"

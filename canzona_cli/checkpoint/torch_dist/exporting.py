@@ -165,7 +165,8 @@ def _add(
     """Adds a parameter with its master and its state; returns the number of AdamW's steps for the
     parameter."""
     fields = (MASTER, *parameter.state_fields(kind)) if kind else ()
-    lead, whole = parameter.place(parameter.keys[0]), parameter.whole_shape(parameter.keys[0])
+    written = parameter.written_keys[0]
+    lead, whole = parameter.place(written), parameter.whole_shape(written)
     offsets = (*lead, *(0 for _ in parameter.shape))
     weight_dtype = DTYPES["bfloat16" if config.train.precision == "bf16" else "float32"]
     for field in dict.fromkeys(("", *fields)):
