@@ -137,7 +137,7 @@ def _layers_with_experts(tree: Mapping[str, object], settings: Mapping[str, obje
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         raise ConfigError(_problem(_DENSE_LAYERS, dense, "must be a list of layers"))
     layers = range(int(str(settings["num_layers"])))
-    frequency = [int((layer + 1) % step == 0 and layer not in dense) for layer in layers]
+    frequency = tuple(int((layer + 1) % step == 0 and layer not in dense) for layer in layers)
     if all(frequency):
         return {"moe_layer_freq": 1, "dense_ffn_hidden_size": 0}
     if not any(frequency):

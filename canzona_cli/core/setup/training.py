@@ -80,9 +80,9 @@ class ModelConfig:
     qk_norm: Annotated[bool, "Normalise queries and keys per head: true for Qwen3, false for Llama.", MODEL] = True
     num_experts: Annotated[Experts, "Experts in a layer, each a feed-forward network; 0: a dense model."] = 0
     moe_layer_freq: Annotated[
-        Annotated[int, Range(at_least=1, at_most=2048)] | tuple[Annotated[int, Range(at_least=0, at_most=1)], ...],
+        tuple[Annotated[int, Range(at_least=0, at_most=1)], ...] | Annotated[int, Range(at_least=1, at_most=2048)],
         "Layers with experts: every n-th, beginning with the first, or a list of a 1 or 0 for each layer.",
-        Example("2, or model.moe_layer_freq=[0,1,1,1]"),
+        Example("[0,1,1,1]"),
     ] = 1
     dense_ffn_hidden_size: Annotated[
         Annotated[int, Range(at_least=0, at_most=1 << 24)],
