@@ -25,6 +25,7 @@ from canzona_cli.core.fields import (
     Share,
     Side,
 )
+from canzona_cli.core.setup.cluster import HashedOnce
 
 Layers = Annotated[int, Range(at_least=1, at_most=2048)]
 Heads = Annotated[int, Range(at_least=1, at_most=2048)]
@@ -55,11 +56,12 @@ PARTS_OF_LLAMA: Final[Mapping[str, bool | int]] = MappingProxyType(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(HashedOnce):
     """A decoder-only transformer with RMSNorm, SwiGLU, GQA, RoPE and no bias, like Qwen3 and Llama, dense or with
     experts, or with parts of GPT-2 instead."""
 
     AFFECTS: ClassVar[Affects] = MODEL | PLAN
+    __hash__ = HashedOnce.__hash__
 
     name: Annotated[str, "Name of the model, for reports.", NOTHING]
     num_layers: Annotated[Layers, "Transformer layers."]

@@ -114,8 +114,8 @@ def test_the_quick_bound_of_a_step_is_below_its_estimate(frequency: str) -> None
     [
         (("model.moe_layer_freq=[0,1]",), "has 2 entries, and model.num_layers is 8"),
         (("model.moe_layer_freq=[0,0,0,0,0,0,0,0]",), "leaves no layer with experts"),
-        (("model.moe_layer_freq=[0,2]",), "is not a list of valid entries"),
-        (("model.moe_layer_freq=0",), "at least 1"),
+        (("model.moe_layer_freq=[0,2]",), "must be at most 1"),
+        (("model.moe_layer_freq=0",), "is not a list of valid entries"),
         (("model.moe_layer_freq=2", "parallel.tp=3"), "ffn rows of layers without experts"),
         (("model.moe_layer_freq=2", "model.num_experts=0"), "model.num_experts=8"),
         (("model.moe_layer_freq=1",), "model.moe_layer_freq=2"),
