@@ -14,7 +14,6 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.megatron_translation import min_lr_ratio
@@ -31,7 +30,6 @@ from canzona_cli.core.megatron.limits import BUCKETS, MODEL, OPTIMIZER, problems
 from canzona_cli.core.megatron.model import chunk_sizes
 from canzona_cli.core.megatron.optimizer import Overrides
 from canzona_cli.core.megatron.parallel import Wrapped
-from canzona_cli.core.model.families import MixedModel
 from canzona_cli.core.setup import Layout, Setup
 from canzona_cli.core.setup.execution import PLANNED
 from canzona_cli.core.setup.stages import count_parts_as_layers, cut_layers
@@ -101,20 +99,13 @@ def describe(caller: Caller, settings: Sequence[str]) -> tuple[Setup, Layout, Se
         experts_per_token=caller.model.moe_router_topk,
         shared_ffn_hidden_size=caller.model.moe_shared_expert_intermediate_size or 0,
     )
-    if caller.model.num_moe_experts and caller.model.moe_layer_freq != 1:
-        pattern, width = _experts_by_layer(caller.model), caller.model.ffn_hidden_size
-        model = MixedModel(**vars(model), dense_width=width, pattern=pattern)
+    if caller.model.num_moe_experts and (frequency := caller.model.moe_layer_freq) != 1:
+        layers = tuple(frequency) if isinstance(frequency, list) else frequency
+        model = replace(model, moe_layer_freq=layers, dense_ffn_hidden_size=caller.model.ffn_hidden_size)
     config = replace(config, model=model)
     [layout] = possible_layouts(config.setup)
     setup = fill(config.setup, layout)
     return setup, layout, [*composed.warnings, *mode_warnings(setup, layout)]
-
-
-def _experts_by_layer(model: TransformerConfig) -> str:
-    """Returns the `MixedModel.pattern` of a model, whose `moe_layer_freq` is a list, or n for every n-th layer."""
-    frequency = model.moe_layer_freq
-    pattern = frequency if isinstance(frequency, list) else [i % frequency == 0 for i in range(model.num_layers)]
-    return "".join(str(int(has_experts)) for has_experts in pattern)
 
 
 def _unsupported(caller: Caller) -> Iterator[Problem]:

@@ -33,7 +33,15 @@ from canzona_cli.checkpoint.verify import (
 from canzona_cli.config.compose import load_resolved
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import CanzonaError, CheckpointInvalid, ConfigError, Problem, refuse
-from canzona_cli.core.model.families import EMBEDDING, FINAL_BIAS, FINAL_NORM, OUTPUT, POSITIONS, family_of
+from canzona_cli.core.model.families import (
+    EMBEDDING,
+    FINAL_BIAS,
+    FINAL_NORM,
+    OUTPUT,
+    POSITIONS,
+    family_of,
+    layer_models,
+)
 from canzona_cli.core.model.geometry import unit_shapes, whole_shape
 from canzona_cli.core.optimizers.facts import MOMENTS, MOMENTUM
 from canzona_cli.core.optimizers.muon_facts import DISTRUSTED, STANDARD_STEPS
@@ -147,16 +155,20 @@ def _is_in_model(name: str, model: ModelConfig) -> bool:
         known |= {POSITIONS} if model.positions else set()
         known |= {FINAL_BIAS.removeprefix("decoder.")} if model.layernorm else set()
         return name in known
+    kinds = layer_models(model)
+    if int(layer[1]) >= len(kinds):
+        return False
     part = name.split(".", 2)[2]
-    is_known = part in _layer_names(model)
+    is_known = part in _layer_names(kinds[int(layer[1])])
     if head := _HEAD.fullmatch(part):
         is_known = int(head[1]) < (model.num_attention_heads if part.startswith("q") else model.num_query_groups)
-    return is_known and int(layer[1]) < model.num_layers
+    return is_known
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=8)
 def _layer_names(model: ModelConfig) -> frozenset[str]:
-    """Returns the names of a layer's units, and of its matrices in all splittings except the splitting by heads."""
+    """Returns the names of a layer's units, and of its matrices in all splittings except the splitting by heads. All
+    layers of `model` are like it."""
     weights = family_of(model).weights(model)
     return frozenset([*unit_shapes(model), *(f"{weight.unit_prefix}{weight.kind}" for weight in weights)])
 

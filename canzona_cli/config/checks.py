@@ -12,7 +12,7 @@ from typing import get_args
 
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.secrets import safety_problems
-from canzona_cli.config.settings import settings
+from canzona_cli.config.settings import override_text, settings
 from canzona_cli.core.errors import Problem, with_own_values
 from canzona_cli.core.model.fp8 import fp8_problems
 from canzona_cli.core.reading import expanded
@@ -78,6 +78,15 @@ def _expert_problems(config: RunConfig) -> Iterator[Problem]:
         reason = f"is fewer than model.experts_per_token={per_token}"
         fix = f"use model.num_experts={per_token} or more, or 0 for a dense model"
         yield Problem("model.num_experts", reason, fix, value=experts)
+    layers, frequency = config.model.num_layers, config.model.moe_layer_freq
+    if isinstance(frequency, tuple) and experts:
+        text = override_text(frequency)
+        if len(frequency) != layers:
+            fix = "give a 1 or 0 for each layer, or a number: 2 puts experts in every second layer, 1 in every layer"
+            reason = f"has {len(frequency)} entries, and model.num_layers is {layers}"
+            yield Problem("model.moe_layer_freq", reason, fix, value=text)
+        elif not any(frequency):
+            yield Problem("model.moe_layer_freq", "leaves no layer with experts", "use model.num_experts=0", value=text)
 
 
 def _gpt2_problems(config: RunConfig) -> Iterator[Problem]:

@@ -5,6 +5,7 @@ canzona can plan but not train are listed, and so are arguments that change a st
 not simulate.
 """
 
+import ast
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -28,10 +29,12 @@ from canzona_cli.core.setup.stages import count_parts_as_layers
 _REQUIRED: Final = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
 _SHAPE: Final = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "head_dim"),
-    *("tied_embeddings", "qk_norm", "num_experts", "shared_ffn_hidden_size"),
+    *("tied_embeddings", "qk_norm", "num_experts", "shared_ffn_hidden_size", "moe_layer_freq", "dense_ffn_hidden_size"),
     *("gated", "layernorm", "biases", "positions"),
 )
 """The settings that identify a built-in model."""
+_MOST_LAYERS: Final = 2048
+"""The number of layers of the deepest model."""
 _DECAYS: Final = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
 BALANCING: Final = {"seq_aux_loss": "sequence", "global_aux_loss": "global", "none": "none"}
 """Megatron's names of the losses that spread tokens over experts, with canzona's."""
@@ -247,10 +250,6 @@ class _Translation:
             self._report("overlap_param_gather", "needs --use-distributed-optimizer", "give both, or none")
         if (mode := self._text("muon_tp_mode")) not in get_args(TpMode):
             self._report("muon_tp_mode", f"{mode} is not one of {', '.join(get_args(TpMode))}")
-        # A pattern such as `([1]*48)` has experts in every layer.
-        pattern = self._text("moe_layer_freq") or "1"
-        if pattern != "1" and (pattern.isdecimal() or re.search(r"(?<!\d)0|[^\d\[\]()*+, ]", pattern)):
-            self._report("moe_layer_freq", "in canzona's models all layers are the same")
         if self._text("recompute_method") == "block":
             self._report("recompute_method", "canzona recomputes the same part of every layer", "use uniform")
 
@@ -281,6 +280,9 @@ class _Translation:
         if self._on("use_rope_scaling"):
             self._set("model.rope_scaling", self._text("rope_scaling_factor"), "rope_scaling_factor")
         self._set("model.num_experts", experts, "num_experts")
+        frequency = self._layers_with_experts() if experts else 1
+        self._set("model.moe_layer_freq", override_text(frequency), "moe_layer_freq")
+        self._set("model.dense_ffn_hidden_size", 0 if frequency == 1 else ffn, "ffn_hidden_size")
         shared = self._number("moe_shared_expert_intermediate_size", 0) if experts else 0
         self._set("model.shared_ffn_hidden_size", shared, "moe_shared_expert_intermediate_size")
         if experts:
@@ -293,6 +295,23 @@ class _Translation:
             if balancing != "none":
                 self._set("model.balancing_weight", self._text("moe_aux_loss_coeff"), "moe_aux_loss_coeff")
         self._vocabulary()
+
+    def _layers_with_experts(self) -> int | Sequence[int]:
+        """Returns the value of `model.moe_layer_freq`; 1 if all layers have experts."""
+        text, layers = (self._text("moe_layer_freq") or "1").strip(), self._number("num_layers", 1)
+        if " " in text and text.replace(" ", "").isdecimal():  # a list in a checkpoint's arguments
+            text = f"[{text.replace(' ', ',')}]"
+        try:
+            frequency = _evaluated(ast.parse(text, mode="eval").body)
+        except (SyntaxError, ValueError, RecursionError):
+            frequency = 0
+        if isinstance(frequency, int) and frequency > 0:
+            return frequency
+        if isinstance(frequency, list) and len(frequency) == layers and {1} <= {*frequency} <= {0, 1}:
+            return frequency if 0 in frequency else 1
+        reason = f"is neither a number nor a list of a 1 or 0 for each of the {layers} layers, with at least one 1"
+        self._report("moe_layer_freq", reason, "for example 2, or ([0]*1+[1]*3)")
+        return 1
 
     def _vocabulary(self) -> None:
         if padded := self._number("padded_vocab_size", 0):
@@ -621,3 +640,25 @@ def _number(text: str | None) -> float | None:
     except ValueError:
         return None
     return number if math.isfinite(number) else None
+
+
+def _evaluated(node: ast.expr) -> int | list[int]:
+    """Evaluates a pattern of layers, such as `([0]*1+[1]*3)*2`, which Megatron evaluates as Python.
+
+    Raises:
+        ValueError: it is not made of numbers, lists, sums and products, or is longer than any model.
+    """
+    match node:
+        case ast.Constant(value=int(number)):
+            return number
+        case ast.List(elts=entries):
+            return [entry for each in entries if isinstance(entry := _evaluated(each), int)]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            one, other = _evaluated(left), _evaluated(right)
+            if isinstance(one, list) and isinstance(other, list):
+                return one + other
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            one, other = _evaluated(left), _evaluated(right)
+            if isinstance(one, list) and isinstance(other, int) and len(one) * other <= _MOST_LAYERS:
+                return one * other
+    raise ValueError

@@ -186,7 +186,7 @@ def _kind(hint: object) -> tuple[Kind, tuple[str, ...], bool, tuple[object, ...]
     if get_origin(hint) in (Union, types.UnionType):
         rest = [part for part in get_args(hint) if part is not type(None)]
         kind, choices, _, inner_marks = _kind(rest[0])
-        if len(rest) > 1:  # "auto" with a shared alias, or with a boolean
+        if len(rest) > 1 and kind == "choice":  # "auto" with a shared alias, or with a boolean
             choices = tuple(choice for part in rest for choice in get_args(part) or ("true", "false"))
         return kind, choices, len(rest) < len(get_args(hint)), inner_marks
     if get_origin(hint) is Literal:

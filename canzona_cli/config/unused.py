@@ -15,6 +15,9 @@ _REFUSED = (
     ("train.grad_reduce_dtype", ("fp32",), "train.precision=bf16"),
     ("model.experts_per_token", (0,), "model.num_experts=8"),
     ("model.shared_ffn_hidden_size", (0,), "model.num_experts=8"),
+    ("model.moe_layer_freq", (0,), "model.num_experts=8"),
+    ("model.dense_ffn_hidden_size", (0,), "model.num_experts=8"),
+    ("model.dense_ffn_hidden_size", (1,), "model.moe_layer_freq=2"),
     ("model.balancing_loss", (0,), "model.num_experts=8"),
     ("model.balancing_weight", (0,), "model.num_experts=8"),
     ("model.balancing_weight", ("none",), "model.balancing_loss=sequence"),
@@ -31,6 +34,8 @@ _HARMLESS = {
     ("optimizer.clip", "none"),
     ("optimizer.clip_grad", 0),
     ("model.shared_ffn_hidden_size", 0),
+    ("model.moe_layer_freq", 1),
+    ("model.dense_ffn_hidden_size", 0),
 }
 """The settings and values that are accepted although they have no effect, because they change nothing."""
 _IGNORED = (

@@ -15,6 +15,7 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.engine.canzona_optimizer import CanzonaOptimizer, NonFiniteGradients
 from canzona_cli.core.megatron.model import Model, Trainee
 from canzona_cli.core.megatron.timers import PhaseTimer
+from canzona_cli.core.model.families import layer_models
 from canzona_cli.core.setup import ModelConfig
 from canzona_cli.core.setup.training import TEMPERATURE
 from canzona_cli.data.corpus import tokenizer_of
@@ -31,11 +32,11 @@ class Routing:
     """The experts' token counts and the balancing loss of one step, the same on every rank."""
 
     balancing_loss: float
-    """The balancing loss, as the mean over layers and micro-batches, without its weight: 1 if tokens are
+    """The balancing loss, as the mean over layers with experts and micro-batches, without its weight: 1 if tokens are
     spread evenly; 0 if the model has no balancing loss."""
     tokens: tuple[tuple[float, ...], ...]
-    """The number of tokens of each expert, as `tokens[layer][expert]`. A token is counted for each of its
-    experts."""
+    """The number of tokens of each expert, as `tokens[layer][expert]`; empty for a layer without experts. A token is
+    counted for each of its experts."""
 
     @classmethod
     def from_sums(cls, sums: Sequence[float], model: ModelConfig, *, dp: int, micro_batches: int) -> "Routing":
@@ -45,19 +46,19 @@ class Routing:
         the sum is divided by the number of these ranks. Otherwise the ranks contribute parts of a single loss
         for the global batch.
         """
-        width = 1 + model.num_experts
+        width, has_experts = 1 + model.num_experts, [kind.num_experts > 0 for kind in layer_models(model)]
         layers = [sums[start : start + width] for start in range(0, len(sums), width)]
         parts = micro_batches * (dp if model.balancing_loss == "sequence" else 1)
         return cls(
-            balancing_loss=sum(layer[0] for layer in layers) / (len(layers) * parts),
-            tokens=tuple(tuple(layer[1:]) for layer in layers),
+            balancing_loss=sum(layer[0] for layer in layers) / (sum(has_experts) * parts),
+            tokens=tuple(tuple(layer[1:] if some else ()) for layer, some in zip(layers, has_experts, strict=True)),
         )
 
     @property
     def load(self) -> float:
         """The load of the busiest expert: its number of tokens divided by the mean over its layer's
         experts."""
-        return max(max(layer) * len(layer) / sum(layer) for layer in self.tokens)
+        return max(max(layer) * len(layer) / sum(layer) for layer in self.tokens if layer)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -228,6 +228,24 @@ def test_what_only_megatrons_loop_trains_is_planned_with_the_reason(
     assert config_of(run).model.shared_ffn_hidden_size == (2048 if "shared" in flags else 0)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "layers", "width"),
+    [
+        ("1", 1, 0),
+        ("([1]*4)", 1, 0),
+        ("2", 2, 2048),
+        ("([0]*1+[1]*3)", (0, 1, 1, 1), 2048),
+        ("([0]+[1]*1)*2", (0, 1, 0, 1), 2048),
+    ],
+)
+def test_layers_with_experts_are_those_that_megatron_evaluates(
+    tmp_path: Path, pattern: str, layers: int | tuple[int, ...], width: int
+) -> None:
+    flags = "--num-experts 8 --qk-layernorm --ffn-hidden-size 2048 --moe-ffn-hidden-size 256 --moe-layer-freq"
+    model = config_of(read(tmp_path, f"{SMALL} {flags} '{pattern}'")).model
+    assert (model.moe_layer_freq, model.dense_ffn_hidden_size, model.ffn_hidden_size) == (layers, width, 256)
+
+
 def test_parts_of_gpt2_are_read_from_flags(tmp_path: Path) -> None:
     parts: dict[str, dict[str, bool | int]] = {
         "--normalization LayerNorm": {"layernorm": True},
@@ -290,8 +308,10 @@ def test_a_blend_without_a_share_for_each_set_is_refused_with_what_to_do(tmp_pat
         ("--multi-latent-attention --q-lora-rank 1536", "--multi-latent-attention"),
         ("--qk-clip", "--qk-clip"),
         ("--moe-latent-size 512", "--moe-latent-size"),
-        ("--num-experts 8 --qk-layernorm --moe-layer-freq ([0]*1+[1]*3)", "--moe-layer-freq"),
-        ("--num-experts 8 --qk-layernorm --moe-layer-freq 2", "--moe-layer-freq"),
+        ("--num-experts 8 --qk-layernorm --moe-layer-freq '([0]*1+[1]*4)'", "--moe-layer-freq"),
+        ("--num-experts 8 --qk-layernorm --moe-layer-freq [0]*4", "--moe-layer-freq"),
+        ("--num-experts 8 --qk-layernorm --moe-layer-freq '[1]*(9**9**9)'", "--moe-layer-freq"),
+        ("--num-experts 8 --qk-layernorm --moe-layer-freq '__import__(1)'", "--moe-layer-freq"),
         ("--mtp-num-layers 1", "--mtp-num-layers"),
         ("--fp8-format hybrid --fp8-param-gather", "--fp8-param-gather"),
         ("--use-megatron-fsdp", "--use-megatron-fsdp"),

@@ -43,6 +43,11 @@ def random_model(shape: ModelConfig, *, max_length: int) -> Reference:
     return model.float()
 
 
+def _dense_layers(shape: ModelConfig) -> list[int]:
+    assert isinstance(shape.moe_layer_freq, tuple)
+    return [layer for layer, has_experts in enumerate(shape.moe_layer_freq) if not has_experts]
+
+
 def hugging_face_config(shape: ModelConfig, *, max_length: int) -> Qwen3Config | LlamaConfig | Qwen3MoeConfig:
     """The same shape in Hugging Face's words; Llama 3.1's scaling as its published files have it."""
     scaled = {"rope_type": "llama3", "factor": shape.rope_scaling, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -55,12 +60,13 @@ def hugging_face_config(shape: ModelConfig, *, max_length: int) -> Qwen3Config |
             "num_experts_per_tok": shape.experts_per_token,
             "moe_intermediate_size": shape.ffn_hidden_size,
             "norm_topk_prob": True,
+            "mlp_only_layers": [] if shape.moe_layer_freq == 1 else _dense_layers(shape),
         }
     return (Qwen3MoeConfig if experts else Qwen3Config if shape.qk_norm else LlamaConfig)(
         **experts,
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
-        intermediate_size=shape.ffn_hidden_size,
+        intermediate_size=shape.dense_width,
         num_hidden_layers=shape.num_layers,
         num_attention_heads=shape.num_attention_heads,
         num_key_value_heads=shape.num_query_groups,

@@ -54,6 +54,9 @@ LAYOUTS = {
 }
 DIVIDED = [where for where, settings in LAYOUTS.items() if any("ep=" in setting for setting in settings)]
 """The layouts that divide experts among ranks."""
+DENSE = ("model.dense_ffn_hidden_size=96", "model.balancing_weight=0.1")
+SECOND, OTHER = ("model.moe_layer_freq=[0,1]", *DENSE), ("model.moe_layer_freq=2", *DENSE)
+"""Experts in some layers: with a stage for each of two, or a model chunk for each of four, one stage has none."""
 SETTINGS = {
     # A large weight, so that a balancing loss that depends on the layout changes the weights.
     "muon": ("optimizer=muon", "model.balancing_weight=0.1"),
@@ -70,6 +73,11 @@ SETTINGS = {
     "qkv, not overlapped": ("optimizer=muon", "engine.splitting=qkv", "parallel.overlap_grad_reduce=false"),
     "qkv, rings": ("optimizer=muon", "engine.splitting=qkv", "engine.reduction=ring"),
     "recompute": ("optimizer=muon", "model.balancing_weight=0.1", "train.recompute=full"),
+    "sc, in the second layer": ("optimizer=muon", "engine.strategy=sc", "engine.splitting=qkv", *SECOND),
+    "qkv, in the second layer": ("optimizer=muon", "engine.splitting=qkv", *SECOND),
+    "adamw, in the second layer": ("optimizer=adamw", *SECOND),
+    "sc, in every other layer": ("optimizer=muon", "engine.strategy=sc", "engine.splitting=qkv", *OTHER),
+    "qkv, in every other layer": ("optimizer=muon", "engine.splitting=qkv", *OTHER),
     "stack": ("optimizer=muon", "model.balancing_weight=0.1", "optimizer.stack=true"),
 }
 Run = tuple[str, str]
@@ -110,14 +118,18 @@ def _starve(chunks: Sequence[torch.nn.Module]) -> None:
 ORDINARY: list[Run] = [
     *(("ep2", how) for how in ("sc", "adamw", "qkv")),
     *(("tp2 ep2 dp2", how) for how in ("sc, gathered", "muon")),
+    *((where, "qkv, in the second layer") for where in ("ep2", "tp2 ep2 dp2")),
 ]
 VARIED: dict[str, tuple[str, ...]] = {
     # The two grids that update an expert's copies with several owners; with TP, and with PP.
     "ep2 dp4": ("sc", "muon", "adamw", "qkv, not overlapped", "qkv, rings"),
     "tp2 ep2 dp2": ("sc", "adamw", "qkv, rings"),
     "tp2 ep4": ("sc", "muon", "adamw", "sc, gathered"),
-    "pp2 ep2": ("sc", "muon", "sc, recomputed", "sc, gathered"),
-    "pp2 ep2, chunks": ("sc", "muon"),
+    "pp2 ep2": (
+        *("sc", "muon", "sc, recomputed", "sc, gathered"),
+        *("sc, in the second layer", "qkv, in the second layer", "adamw, in the second layer"),
+    ),
+    "pp2 ep2, chunks": ("sc", "muon", "qkv, in every other layer"),
 }
 """The settings that are tried where they matter: buckets of experts where several ranks have the same ones, dispatchers
 and recomputation where tensor-parallel ranks and stages take part."""
@@ -127,7 +139,7 @@ ALONE = ("muon", "sc", "adamw", "global")
 """One rank's settings that most others are compared with."""
 RUNS = Runs(
     [
-        *(("one rank", how) for how in (*ALONE, "qkv", "sc, starved", "recompute", "stack")),
+        *(("one rank", how) for how in (*ALONE, "qkv", "sc, starved", "recompute", "stack", "sc, in the second layer")),
         *(("dp2", how) for how in ("muon", "global")),
         *(("ep2", how) for how in ("sc, starved", "qkv, starved", "stack")),
         *ORDINARY,
@@ -139,7 +151,8 @@ RUNS = Runs(
         *SWEPT,
         *((where, how) for where in LAYERWISE for how in ("layerwise", "sc, bf16")),
         ("one rank", "sc, bf16"),
-        *(("one rank, four layers", how) for how in ("sc", "muon")),
+        *(("one rank, four layers", how) for how in ("sc", "muon", "sc, in every other layer")),
+        ("one rank", "adamw, in the second layer"),
     ],
 )
 
@@ -189,7 +202,8 @@ def test_experts_in_one_batch_are_the_experts_one_by_one(where: str) -> None:
 
 def _whole(run: Run) -> Trained:
     """The run on one rank with the same results."""
-    how = run[1].replace("qkv", "sc") if run[1] in ("adamw", "muon", "sc, starved", "qkv, starved") else "sc"
+    same = "adamw", "muon", "sc, starved", "qkv, starved"
+    how = run[1].replace("qkv", "sc") if run[1] in same or "layer" in run[1] else "sc"
     return RUNS["one rank, four layers" if run[0].endswith("chunks") else "one rank", how]
 
 

@@ -39,7 +39,10 @@ KINDS: dict[str, tuple[str, ...]] = {
     "tied": ("model.tied_embeddings=true",),
     "untied": ("model.tied_embeddings=false",),
     "llama": ("model.tied_embeddings=false", *LLAMA, "model.rope_scaling=8"),
-    "experts": ("model.tied_embeddings=false", *EXPERTS, "parallel.ep=2"),
+    "experts": (
+        *("model.tied_embeddings=false", *EXPERTS, "parallel.ep=2"),
+        *("model.moe_layer_freq=[0,1]", "model.dense_ffn_hidden_size=96"),
+    ),
 }
 SWEPT = ("untied", "experts")
 """The families that only the sweep runs. Of the others, one has tied embeddings and one an output layer of its own."""

@@ -76,12 +76,13 @@ def _experts(ep: int) -> tuple[str, ...]:
     return (*EXPERTS, "--expert-model-parallel-size", str(ep), "--expert-tensor-parallel-size", "1")
 
 
-def test_experts_go_on_with_another_number_of_expert_parallel_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layers", [pytest.param("1", marks=pytest.mark.sweep), "[0,1]"], ids=["all", "second"])
+def test_experts_go_on_with_another_number_of_expert_parallel_ranks(tmp_path: Path, layers: str) -> None:
     """Through a run of canzona's, which `canzona checkpoint import` and `export` make: it keeps every tensor bit for
     bit."""
     from tests.library.pretraining import tensors_of
 
-    flags, folder = (*FP32, *SHARDED), f"iter_{SAVED:07d}"
+    flags, folder = (*FP32, *SHARDED, "--moe-layer-freq", layers), f"iter_{SAVED:07d}"
     losses = _losses(_pretrain(tmp_path, *flags, *_experts(2), save="ep2"))
     canzona("checkpoint", "import", tmp_path / "ep2" / folder, "--out", tmp_path / "run", code=0)
     canzona("checkpoint", "export", tmp_path / "run", tmp_path / "back", "--to", "megatron", code=0)

@@ -363,6 +363,8 @@ class ShortBenches:
             "parallel.pp=1",
             "optimizer=muon",
             f"model.num_layers={min(_LAYERS, config.model.num_layers)}",
+            # A pattern of layers does not fit fewer layers.
+            *(("model.moe_layer_freq=1", "model.dense_ffn_hidden_size=0") if config.model.moe_layer_freq != 1 else ()),
         ]
         self._say, self._recipes_dirs = say, recipes_dirs
 

@@ -32,6 +32,7 @@ from canzona_cli.core.engine.wire import Write, join_writes, write_finite
 from canzona_cli.core.megatron import model
 from canzona_cli.core.megatron.optimizer import megatron_adam, megatron_muon, wrap_data_parallel
 from canzona_cli.core.megatron.parallel import World
+from canzona_cli.core.model.families import layer_kinds
 from canzona_cli.core.model.matrices import Matrix, layer_shapes
 from canzona_cli.core.optimizers.kronecker import SIDES, KroneckerOptimizer, pack, unpack
 from canzona_cli.core.optimizers.matrix_optimizer import MatmulPrecision, matmul_precision
@@ -217,7 +218,8 @@ def variants(config: RunConfig) -> Iterator[Variant]:
 
 def shapes(config: RunConfig) -> list[tuple[int, int]]:
     """Returns the (rows, columns) of the recipe's matrices in all `SPLITTINGS`, smallest first."""
-    shapes_of_all = {shape for splitting in SPLITTINGS for shape in layer_shapes(config.model, splitting)}
+    kinds = layer_kinds(config.model)
+    shapes_of_all = {shape for splitting in SPLITTINGS for kind in kinds for shape in layer_shapes(kind, splitting)}
     return sorted(shapes_of_all, key=lambda shape: (max(shape), shape[0] * shape[1]))
 
 

@@ -218,10 +218,10 @@ MODEL_LAYERS = 2
 
 def shorten(config: RunConfig) -> RunConfig:
     """Returns the run whose forward and backward passes are measured. It has only a few layers, and AdamW,
-    which uses Megatron's buffers."""
+    which uses Megatron's buffers. If only some layers have experts, all of these have."""
     return replace(
         config,
-        model=replace(config.model, num_layers=min(MODEL_LAYERS, config.model.num_layers)),
+        model=replace(config.model, num_layers=min(MODEL_LAYERS, config.model.num_layers), moe_layer_freq=1),
         optimizer=AdamWConfig(name="adamw", lr=config.optimizer.lr),
     )
 

@@ -17,7 +17,15 @@ from typing import Final
 
 from canzona_cli.config.settings import settings as all_settings
 from canzona_cli.core.errors import ConfigError, Problem, refuse
-from canzona_cli.core.model.families import EMBEDDING, FAMILIES, FINAL_NORM, OUTPUT, family_of
+from canzona_cli.core.model.families import (
+    EMBEDDING,
+    FAMILIES,
+    FINAL_NORM,
+    OUTPUT,
+    family_of,
+    layer_kinds,
+    layer_models,
+)
 from canzona_cli.core.model.family import Family
 from canzona_cli.core.setup import PARTS_OF_LLAMA, ModelConfig
 
@@ -35,6 +43,9 @@ _WIDTHS: Final = {
 _NUMBERS: Final = {"rope_base": "rope_theta", "norm_eps": "rms_norm_eps", "init_std": "initializer_range"}
 """The settings of a model that are other numbers, each with its key in `config.json`."""
 _TIED: Final = "tie_word_embeddings"
+_STEP, _DENSE_LAYERS, _DENSE_WIDTH = "decoder_sparse_step", "mlp_only_layers", "intermediate_size"
+"""Qwen3-MoE's keys for layers without experts: every layer whose number, from 1, is not a multiple of the first, and
+the layers, counted from 0, in the second; and their width."""
 _POSITIONS: Final = "max_position_embeddings"
 _SHAPES: Final = "canzona plan gpus=N --shapes FILE.yaml"
 _ROPES: Final = ("rope_parameters", "rope_scaling")
@@ -61,7 +72,6 @@ _NO_EFFECT: Final = frozenset(
         *("chunk_size_feed_forward", "is_decoder", "tie_encoder_decoder", "pretraining_tp", "router_aux_loss_coef"),
         *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task"),
         *("sliding_window", "max_window_layers", "_attn_implementation_autoset"),
-        "intermediate_size",  # of the dense layers, which no model with experts may have
     )
 )
 """The keys without effect on a model's weights and its function."""
@@ -106,10 +116,35 @@ def read_model(tree: Mapping[str, object]) -> dict[str, object]:
     settings["tied_embeddings"] = tree.get(_TIED, False)
     if not isinstance(settings["tied_embeddings"], bool):
         problems.append(_problem(_TIED, tree[_TIED], "is neither true nor false"))
+    with_experts = "num_experts" in foreign.widths
+    if with_experts and not problems:
+        settings |= _layers_with_experts(flat, settings)
     refuse(problems)
     factor = _rope(tree).get("factor") if _rope_type(_rope(tree)) == "llama3" else None
     settings["rope_scaling"] = float(factor) if isinstance(factor, int | float) else None
     return {**settings, **PARTS_OF_LLAMA, **foreign.fixed}
+
+
+def _layers_with_experts(tree: Mapping[str, object], settings: Mapping[str, object]) -> dict[str, object]:
+    """Returns the settings that say which layers have experts, and how wide the others are.
+
+    Raises:
+        ConfigError: a key has another type, or no layer has experts.
+    """
+    step, dense, width = tree.get(_STEP, 1), tree.get(_DENSE_LAYERS, []), tree.get(_DENSE_WIDTH)
+    if type(step) is not int or step < 1:
+        raise ConfigError(_problem(_STEP, step, "must be a whole number above 0"))
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise ConfigError(_problem(_DENSE_LAYERS, dense, "must be a list of layers"))
+    layers = range(int(str(settings["num_layers"])))
+    frequency = tuple(int((layer + 1) % step == 0 and layer not in dense) for layer in layers)
+    if all(frequency):
+        return {"moe_layer_freq": 1, "dense_ffn_hidden_size": 0}
+    if not any(frequency):
+        raise ConfigError(_problem(_DENSE_LAYERS, dense, "no layer has experts"))
+    if type(width) is not int or width not in all_settings()["model.ffn_hidden_size"].range:
+        raise ConfigError(_problem(_DENSE_WIDTH, width, "must be the width of the layers without experts"))
+    return {"moe_layer_freq": frequency, "dense_ffn_hidden_size": width}
 
 
 def positions_of(tree: Mapping[str, object]) -> int:
@@ -122,7 +157,7 @@ def positions_of(tree: Mapping[str, object]) -> int:
 def known_keys(family: Family) -> frozenset[str]:
     """Returns the keys of a `config.json` that are honoured, refused, or known to have no effect."""
     honoured = {*_WIDTHS.values(), *_NUMBERS.values(), *family.foreign.widths.values(), *_ROPES, _TIED, _POSITIONS}
-    honoured |= {"num_local_experts"} if family.foreign.widths else set()
+    honoured |= {"num_local_experts", _STEP, _DENSE_LAYERS, _DENSE_WIDTH} if family.foreign.widths else set()
     checked = {*_MUST_BE, *family.foreign.must_be, "model_type", "architectures", "layer_types"}
     return frozenset(honoured | checked | _NO_EFFECT)
 
@@ -184,9 +219,16 @@ def config_json(model: ModelConfig, *, dtype: str, max_positions: int) -> dict[s
         "max_position_embeddings": max(max_positions, stretched),
         "rope_scaling": scaling,
         **foreign.written,
+        **(_written_layers(model) if model.num_experts else {}),
         "use_cache": True,
         "torch_dtype": dtype,
     }
+
+
+def _written_layers(model: ModelConfig) -> dict[str, object]:
+    """Returns the keys of `config.json` that say which layers have experts."""
+    dense = [layer for layer, kind in enumerate(layer_models(model)) if kind.num_experts == 0]
+    return {_STEP: 1, _DENSE_LAYERS: dense, **({_DENSE_WIDTH: model.dense_width} if dense else {})}
 
 
 def foreign_problems(model: ModelConfig) -> list[Problem]:
@@ -316,12 +358,17 @@ def tensor_names(model: ModelConfig) -> Mapping[str, str]:
     """
     foreign = family_of(model).foreign
     names = {EMBEDDING: foreign.embedding}
-    for layer in range(model.num_layers):
-        names |= {
-            f"layers.{layer}.{unit}": f"model.layers.{layer}.{name}.weight"
-            for pattern, foreign_pattern in foreign.layer.items()
-            for unit, name in _expand_experts(pattern, foreign_pattern, model.num_experts)
-        }
+    of_kind = {
+        kind: [
+            pair
+            for pattern, foreign_pattern in family_of(kind).foreign.layer.items()
+            for pair in _expand_experts(pattern, foreign_pattern, kind.num_experts)
+        ]
+        for kind in layer_kinds(model)
+    }
+    for layer, kind in enumerate(layer_models(model)):
+        for unit, name in of_kind[kind]:
+            names[f"layers.{layer}.{unit}"] = f"model.layers.{layer}.{name}.weight"
     names[FINAL_NORM.removeprefix("decoder.")] = foreign.final_norm
     if not model.tied_embeddings:
         names[OUTPUT] = foreign.output

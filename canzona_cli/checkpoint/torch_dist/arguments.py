@@ -25,7 +25,6 @@ _FIXED: Final[Mapping[str, object]] = {
     "use_rotary_position_embeddings": True,
     "apply_layernorm_1p": False,
     "apply_query_key_layer_scaling": False,
-    "moe_layer_freq": 1,
     "ckpt_format": "torch_dist",
     # The checkpoint has no layout and no random states: ranks read the tensors that they need.
     "tensor_model_parallel_size": 1,
@@ -54,7 +53,8 @@ def arguments_of(config: RunConfig, progress: Progress, *, has_state: bool) -> d
         **{name: value_of(config, key) for name, key in keys.items()},
         **{name: accepted[0] for name, accepted, _ in (*limited("refused"), *limited("plans_only"))},
         **_FIXED,
-        "ffn_hidden_size": model.ffn_hidden_size,
+        "ffn_hidden_size": model.dense_width,
+        "moe_layer_freq": model.moe_layer_freq if isinstance(model.moe_layer_freq, int) else [*model.moe_layer_freq],
         "num_query_groups": model.num_query_groups,
         "kv_channels": model.head_dim,
         "padded_vocab_size": model.vocab_size,

@@ -6,7 +6,7 @@ import os
 import pickle
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -39,6 +39,8 @@ from canzona_cli.checkpoint.torch_dist.names import (
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.engine.stored_state import SHARDING
 from canzona_cli.core.errors import Problem, refuse
+from canzona_cli.core.model.families import layer_models
+from canzona_cli.core.setup import ModelConfig
 from canzona_cli.core.writing import write_text_atomic
 from canzona_cli.records.files import sync_folder, write_json_atomic
 
@@ -134,7 +136,7 @@ def export_torch_dist(
         folder.mkdir()
         writer = _Writer(folder / _FILE)
         steps = [_add(writer, reader, parameter, kind, config, on_bytes) for parameter in parameters(config.model)]
-        for key in _empty_objects(config):
+        for key in _empty_objects(config.model):
             writer.add_object(key, [None])
         index, tensors, size = writer.finish()
         _write(folder / INDEX, index)
@@ -165,7 +167,8 @@ def _add(
     """Adds a parameter with its master and its state; returns the number of AdamW's steps for the
     parameter."""
     fields = (MASTER, *parameter.state_fields(kind)) if kind else ()
-    lead, whole = parameter.place(parameter.keys[0]), parameter.whole_shape(parameter.keys[0])
+    written = parameter.written_keys[0]
+    lead, whole = parameter.place(written), parameter.whole_shape(written)
     offsets = (*lead, *(0 for _ in parameter.shape))
     weight_dtype = DTYPES["bfloat16" if config.train.precision == "bf16" else "float32"]
     for field in dict.fromkeys(("", *fields)):
@@ -178,17 +181,24 @@ def _add(
     return reader.step(parameter.blocks[0].unit) or 0.0
 
 
-def _empty_objects(config: RunConfig) -> list[str]:
-    """Lists the keys of the objects that Megatron expects in addition to the weights."""
-    layers, experts = config.model.num_layers, config.model.num_experts
-    of_layer = [f"{name}._extra_state/shard_%s_{layers}" for name in _ATTENTION]
-    if experts:
-        names = [f"{EXPERTS}{name}" for name in _NETWORK]
-        of_layer += [f"{name}._extra_state/shard_%s.{e}_{layers}.{experts}" for name in names for e in range(experts)]
-    else:
-        of_layer += [f"mlp.{name}._extra_state/shard_%s_{layers}" for name in _NETWORK]
-    inside = [f"{LAYERS}{name % layer}" for name in of_layer for layer in range(layers)]
-    return [*inside, "output_layer._extra_state/shard_0_1", "decoder.final_layernorm._extra_state/shard_0_1"]
+def _empty_objects(model: ModelConfig) -> Iterator[str]:
+    """Yields the keys of the objects that Megatron expects in addition to the weights, each with its index and the
+    number of such objects, first among layers, unless the key has the layer's index, and then among experts."""
+
+    def shard(*places: tuple[int, int]) -> str:
+        indices, counts = zip(*(places or ((0, 1),)), strict=True)
+        return f"._extra_state/shard_{'.'.join(map(str, indices))}_{'.'.join(map(str, counts))}"
+
+    for layer, kind in enumerate(layer_models(model)):
+        equal = model.moe_layer_freq == 1
+        prefix, place = (LAYERS, [(layer, model.num_layers)]) if equal else (f"{LAYERS}{layer}.", [])
+        yield from (f"{prefix}{name}{shard(*place)}" for name in _ATTENTION)
+        for name in _NETWORK:
+            if not kind.num_experts:
+                yield f"{prefix}mlp.{name}{shard(*place)}"
+            for expert in range(kind.num_experts):
+                yield f"{prefix}{EXPERTS}{name}{shard(*place, (expert, kind.num_experts))}"
+    yield from (f"{name}{shard()}" for name in ("output_layer", "decoder.final_layernorm"))
 
 
 def _common(config: RunConfig, manifest: Manifest, kind: Kind | None, step: float) -> Mapping[str, object]:

@@ -13,7 +13,7 @@ from typing import Final, Literal
 
 from canzona_cli.checkpoint.contents import MASTER
 from canzona_cli.core.engine.stored_state import ADAMWS_MASTER, MUONS_MASTER, OURS, STATE
-from canzona_cli.core.model.families import EMBEDDING, FINAL_NORM, OUTPUT, family_of
+from canzona_cli.core.model.families import EMBEDDING, FINAL_NORM, OUTPUT, family_of, layer_kinds, layer_models
 from canzona_cli.core.model.geometry import Block, fragment_blocks, unit_shape
 from canzona_cli.core.optimizers.facts import MOMENTS, MOMENTUM
 from canzona_cli.core.setup import ModelConfig
@@ -55,6 +55,11 @@ class Parameter:
     def numbered_keys(self) -> tuple[str, ...]:
         """The possible keys of the tensor if its name contains the layer's index."""
         return self.insides if self.layer is None else tuple(f"{LAYERS}{self.layer}.{name}" for name in self.insides)
+
+    @property
+    def written_keys(self) -> tuple[str, ...]:
+        """The keys that Megatron looks for: with the layer's index if it does not treat all layers as equal."""
+        return self.keys if self.model.moe_layer_freq == 1 else self.numbered_keys
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
@@ -110,28 +115,29 @@ def parameters(model: ModelConfig) -> Iterator[Parameter]:
         return Parameter(name=name, insides=(name,), layer=None, shape=shape, matrix=False, model=model)
 
     yield outside(EMBEDDING)
-    for layer in range(model.num_layers):
-        for parameter in _of_first_layer(model):
+    of_kind = {kind: [*_of_layer(kind, model)] for kind in layer_kinds(model)}
+    for layer, kind in enumerate(layer_models(model)):
+        for parameter in of_kind[kind]:
             yield replace(parameter, name=f"{LAYERS}{layer}.{parameter.name}", layer=layer)
     yield outside(FINAL_NORM)
     if not model.tied_embeddings:
         yield outside(OUTPUT)
 
 
-def _of_first_layer(model: ModelConfig) -> Iterator[Parameter]:
-    """Yields the parameters of a layer, with their names in the layer."""
-    family = family_of(model)
-    for weight in family.weights(model):
+def _of_layer(kind: ModelConfig, model: ModelConfig) -> Iterator[Parameter]:
+    """Yields the parameters of a layer of `model`, with their names in the layer. All layers of `kind` are like it."""
+    family = family_of(kind)
+    for weight in family.weights(kind):
         inside, shape = weight.name, (weight.rows, weight.cols)
         if weight.expert is not None:
             inside = inside.removesuffix(f"{weight.expert}").replace("mlp.experts.", EXPERTS)
         yield Parameter(
             name=weight.name, insides=(inside,), layer=0, expert=weight.expert, shape=shape, matrix=True, model=model
         )
-    for norm in family.vectors(model):
+    for norm in family.vectors(kind):
         insides = (norm.fused,) if norm.fused else (norm.name, *filter(None, [_AS_IF_FUSED.get(norm.name)]))
         yield Parameter(name=norm.name, insides=insides, layer=0, shape=(norm.elements,), matrix=False, model=model)
-    for router in family.routers(model):
+    for router in family.routers(kind):
         shape = (router.rows, router.cols)
         yield Parameter(name=router.name, insides=(router.name,), layer=0, shape=shape, matrix=False, model=model)
 
@@ -180,4 +186,4 @@ def written_keys(parameter: Parameter, field: str, kind: Kind | None) -> list[st
     """
     muons = kind == "muon" and parameter.matrix
     name = _MASTERS[0 if muons else 1] if field == MASTER else field
-    return [f"{STATE}{name}.{key}" if field else key for key in parameter.keys]
+    return [f"{STATE}{name}.{key}" if field else key for key in parameter.written_keys]

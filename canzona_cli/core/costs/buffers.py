@@ -6,18 +6,25 @@ attention, QK-norm and no dropout (see `layer_activations`). (t, c) are tp and c
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 from canzona_cli.core.costs.scratch import FP32, momentary_bytes
-from canzona_cli.core.model.families import count_layers, family_of, final_norm_elements, small_parameters
-from canzona_cli.core.model.family import Family, Weight, Work
+from canzona_cli.core.model.families import (
+    family_of,
+    final_norm_elements,
+    layer_kinds,
+    layer_models,
+    small_parameters,
+    stage_blocks,
+)
+from canzona_cli.core.model.family import Weight, Work
 from canzona_cli.core.model.matrices import Shape, layer_on_rank
 from canzona_cli.core.optimizers.facts import Algorithm
 from canzona_cli.core.setup import Execution, Layout, Mesh, ModelConfig, Recompute, Setup
 from canzona_cli.core.setup.execution import splitting_of, tp_mode_of
-from canzona_cli.core.setup.stages import chunk_layers, stage_layers
+from canzona_cli.core.setup.stages import chunk_layers
 
 
 def default_bucket_elements(owners: int) -> int:
@@ -73,11 +80,9 @@ def stage_weights(setup: Setup, layout: Layout, stage: int) -> StageWeights:
     the embedding."""
     model = setup.model
     first, last = stage == 0, stage == layout.pp - 1
-    chunks = (chunk_layers(model.num_layers, layout, stage, chunk) for chunk in range(layout.vpp))
-    counts = count_layers(model, chunks)
-    of_layer = {kind: _layer_weights(kind, layout.tp, layout.ep) for kind in counts}
-    cut, experts, small = (sum(n * of_layer[kind][part] for kind, n in counts.items()) for part in (0, 1, 3))
-    largest = max(weights[2] for weights in of_layer.values())
+    of_blocks = [(n, _layer_weights(kind, layout.tp, layout.ep)) for kind, n in stage_blocks(model, layout, stage)]
+    cut, experts, small = (sum(n * weights[part] for n, weights in of_blocks) for part in (0, 1, 3))
+    largest = max(weights[2] for _, weights in of_blocks)
     vocabulary = model.vocab_size * model.hidden_size // layout.tp
     copies = int(first) + int(last and not (first and model.tied_embeddings))
     return StageWeights(
@@ -100,16 +105,20 @@ def _layer_weights(model: ModelConfig, tp: int, ep: int) -> tuple[int, int, int,
     return sum(cut), sum(experts), max(*cut, *experts), small_parameters(model, tp)
 
 
-def stored_shapes(setup: Setup, layout: Layout) -> Counter[Shape]:
-    """Counts, by (rows, columns), the matrices of one layer that the ranks of a TP group store together. The
+def stored_shapes(setup: Setup, layout: Layout, stage: int) -> Counter[Shape]:
+    """Counts, by (rows, columns), the matrices of a stage that the ranks of a TP group store together. The
     run's strategy determines how weights are split into matrices. If experts are divided among ranks, only
     one rank's experts are included."""
-    cut, whole = layer_on_rank(setup.model, splitting_of(setup), layout.ep)
-    return Counter((matrix.rows, matrix.cols) for matrix in (*cut, *whole))
+    counts = Counter[Shape]()
+    for kind, layers in stage_blocks(setup.model, layout, stage):
+        for matrices in layer_on_rank(kind, splitting_of(setup), layout.ep):
+            for matrix in matrices:
+                counts[matrix.rows, matrix.cols] += layers
+    return counts
 
 
-def layer_activations(setup: Setup, family: Family, layout: Layout, recompute: Recompute) -> int:
-    """Counts the bytes that one layer keeps for the backward pass of one micro-batch.
+def layer_activations(setup: Setup, kind: ModelConfig, layout: Layout, recompute: Recompute) -> int:
+    """Counts the bytes that a layer keeps for the backward pass of one micro-batch. All layers of `kind` are like it.
 
     With sequences of s tokens, T = micro-batch * s / c, a query heads and g key-value heads of d elements,
     and x = t with sequence parallelism, else 1:
@@ -122,22 +131,22 @@ def layer_activations(setup: Setup, family: Family, layout: Layout, recompute: R
     SwiGLU is not fused on CPUs. Recomputation `selective` recomputes core attention; `full` keeps only the
     layer's input.
     """
-    model, t, width = setup.model, layout.tp, setup.train.weight_bytes
+    t, width = layout.tp, setup.train.weight_bytes
     tokens, stream = micro_batch_tokens(setup, layout), stream_elements(setup, layout)
     if recompute == "full":
         return width * stream
-    on_cpu = setup.cluster.device == "cpu"
-    activations = family.activations(model, not on_cpu)
+    family, on_cpu = family_of(kind), setup.cluster.device == "cpu"
+    activations = family.activations(kind, not on_cpu)
     cut = activations.cut * tokens // t + activations.copied * tokens * layout.expert_tp // t
     if layout.cp > 1 and not setup.cluster.fused_layers and recompute == "none":
-        attentions = [work.attention for work in family.modules(model) if work.attention is not None]
+        attentions = [work.attention for work in family.modules(kind) if work.attention is not None]
         for attention in attentions:
             queries, keys = attention.queries * tokens // t, attention.keys * tokens // t
             cut += 2 * layout.cp * keys - keys + (0 if on_cpu else queries)
-    return width * (activations.stream * stream + cut) + _fp8_inputs(setup, family, layout)
+    return width * (activations.stream * stream + cut) + _fp8_inputs(setup, kind, layout)
 
 
-def _fp8_inputs(setup: Setup, family: Family, layout: Layout) -> int:
+def _fp8_inputs(setup: Setup, kind: ModelConfig, layout: Layout) -> int:
     """Counts the bytes by which a layer's activations grow if matmuls keep their inputs in FP8; usually they
     shrink.
 
@@ -146,7 +155,7 @@ def _fp8_inputs(setup: Setup, family: Family, layout: Layout) -> int:
     if setup.train.fp8 == "none":
         return 0
     grown = 0
-    for work in family.modules(setup.model):
+    for work in family_of(kind).modules(kind):
         if work.experts > 1 or work.weight.cut == "cols":
             elements = module_tokens(setup, layout, work) * held_weight(layout, work).cols
         else:
@@ -221,28 +230,46 @@ def layers_in_flight(layers: int, layout: Layout, stage: int) -> int:
     Args:
         layers: the number of layers in the model.
     """
-    if layout.vpp == 1:
-        in_flight = min(warmup_forwards(layout, stage) + 1, layout.num_microbatches)
-        return in_flight * stage_layers(layers, layout, stage)
-    return _layers_in_flight(layers, layout.pp, layout.vpp, layout.num_microbatches, stage)
+    chunks = tuple(len(chunk_layers(layers, layout, stage, chunk)) for chunk in range(layout.vpp))
+    return _most_in_flight(chunks, layout.pp, layout.num_microbatches, stage)
 
 
 @lru_cache(maxsize=4096)
-def _layers_in_flight(layers: int, pp: int, vpp: int, count: int, stage: int) -> int:
-    """Computes `layers_in_flight` for a stage with several model chunks."""
+def _most_in_flight(sizes: tuple[int, ...], pp: int, count: int, stage: int) -> int:
+    """Returns the sum of the sizes of a stage's model chunks in flight at the peak, as in `layers_in_flight`.
+
+    Args:
+        sizes: the size of each chunk, such as its number of layers.
+    """
+    vpp = len(sizes)
+    passes = vpp * count
     layout = Layout.plain(pp=pp, vpp=vpp, num_microbatches=count)
-    layers_of = [len(chunk_layers(layers, layout, stage, chunk)) for chunk in range(layout.vpp)]
-    passes = layout.vpp * layout.num_microbatches
     in_flight = min(warmup_forwards(layout, stage) + 1, passes)
-    if len(set(layers_of)) == 1:
-        return in_flight * layers_of[0]
-    chunk_of = [index // layout.pp % layout.vpp for index in range(in_flight + layout.pp * layout.vpp)]
-    peak = current = sum(layers_of[chunk] for chunk in chunk_of[:in_flight])
-    for index in range(min(passes - in_flight, layout.pp * layout.vpp)):  # the pattern repeats after that
-        forward, backward = chunk_of[in_flight + index], layout.vpp - 1 - chunk_of[index]
-        current += layers_of[forward] - layers_of[backward]
+    if len(set(sizes)) == 1:
+        return in_flight * sizes[0]
+    chunk_of = [index // pp % vpp for index in range(in_flight + pp * vpp)]
+    peak = current = sum(sizes[chunk] for chunk in chunk_of[:in_flight])
+    for index in range(min(passes - in_flight, pp * vpp)):  # the pattern repeats after that
+        forward, backward = chunk_of[in_flight + index], vpp - 1 - chunk_of[index]
+        current += sizes[forward] - sizes[backward]
         peak = max(peak, current)
     return peak
+
+
+def _activations_in_flight(
+    model: ModelConfig, layout: Layout, stage: int, layer_bytes: Mapping[ModelConfig, int]
+) -> int:
+    """Counts the bytes of activations that a stage holds at the peak.
+
+    Args:
+        layer_bytes: the `layer_activations` of each kind of layer.
+    """
+    if len(layer_bytes) == 1:
+        return layers_in_flight(model.num_layers, layout, stage) * sum(layer_bytes.values())
+    kinds = layer_models(model)
+    chunks = (chunk_layers(model.num_layers, layout, stage, chunk) for chunk in range(layout.vpp))
+    sizes = tuple(sum(layer_bytes[kinds[layer]] for layer in layers) for layers in chunks)
+    return _most_in_flight(sizes, layout.pp, layout.num_microbatches, stage)
 
 
 def transient(setup: Setup, algorithm: Algorithm, layout: Layout, stage: int) -> Transient:
@@ -254,23 +281,27 @@ def transient(setup: Setup, algorithm: Algorithm, layout: Layout, stage: int) ->
 def transients(setup: Setup, algorithm: Algorithm, layout: Layout, stages: Iterable[int]) -> Iterator[Transient]:
     """Yields the `transient` of each of several stages."""
     model, width, t = setup.model, setup.train.weight_bytes, layout.tp
-    family, hidden = family_of(model), model.hidden_size
-    tokens = micro_batch_tokens(setup, layout)
-    layer = layer_activations(setup, family, layout, layout.recompute)
+    hidden, tokens = model.hidden_size, micro_batch_tokens(setup, layout)
+    layer_bytes = {kind: layer_activations(setup, kind, layout, layout.recompute) for kind in layer_kinds(model)}
     # The backward pass of one layer: gradients of its largest activations, the gathered stream, the gradient
     # of the largest weight before it is added to the buffer, and the activations that recomputation restores.
-    largest = family.activations(model, True).largest * tokens // t
-    restored = layer_activations(setup, family, layout, "none") - layer
+    layer_working = {
+        kind: width * (family_of(kind).activations(kind, True).largest * tokens // t)
+        + layer_activations(setup, kind, layout, "none")
+        - kept
+        for kind, kept in layer_bytes.items()
+    }
     for stage in stages:
         weights = stage_weights(setup, layout, stage)
-        activations = layers_in_flight(model.num_layers, layout, stage) * layer
+        activations = _activations_in_flight(model, layout, stage, layer_bytes)
         logits = 0
         if stage == layout.pp - 1:
             activations += 2 * width * stream_elements(setup, layout)
             logits = _output_layer(
                 setup, tokens * model.vocab_size // t, tokens * hidden, model.vocab_size * hidden // t
             )
-        working = width * (largest + 2 * tokens * hidden + weights.largest) + restored
+        of_layer = max(layer_working[kind] for kind, _ in stage_blocks(model, layout, stage))
+        working = of_layer + width * (2 * tokens * hidden + weights.largest)
         update, adamw = _step_bytes(setup, algorithm, layout, weights)
         yield Transient(activations=activations, logits=logits, working=working, update=update, adamw=adamw)
 

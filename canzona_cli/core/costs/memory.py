@@ -33,15 +33,25 @@ from canzona_cli.core.costs.buffers import (
 from canzona_cli.core.costs.padding import lay_out
 from canzona_cli.core.costs.scratch import BATCH_BYTES, FP32, least_workspace_bytes
 from canzona_cli.core.costs.update import RULES, algorithm_of
-from canzona_cli.core.model.families import family_of, parameter_count
-from canzona_cli.core.model.matrices import Shape, layer_on_rank, layer_runs, matrix_shapes
+from canzona_cli.core.model.families import (
+    LayerBlocks,
+    all_layers,
+    blocks_of_layers,
+    family_of,
+    layer_kinds,
+    parameter_count,
+    stage_blocks,
+)
+from canzona_cli.core.model.matrices import Shape, layer_on_rank, layer_runs, layer_shapes, matrix_shapes
 from canzona_cli.core.optimizers.facts import Algorithm
 from canzona_cli.core.optimizers.shampoo_facts import factored_sides, packed_elements
 from canzona_cli.core.setup import Execution, Layout, ModelConfig, Setup
 from canzona_cli.core.setup.execution import IN_ORDER, splitting_of, with_tp_mode
-from canzona_cli.core.setup.stages import chunk_layers, stage_layers
+from canzona_cli.core.setup.stages import chunk_layers
 
 GIB = 1 << 30
+type Blocks[Item] = tuple[tuple[tuple[Item, ...], int], ...]
+"""The contents of consecutive layers: those of one layer, and the number of layers like it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,8 +181,7 @@ def _lasting(setup: Setup, algorithm: Algorithm, layout: Layout, stage: int) -> 
     # the padding.
     stored = weights.others + (weights.matrices if fullest is None else max(weights.matrices, fullest.padded))
     weight_bytes, gradient_bytes = setup.train.weight_bytes, setup.train.gradient_bytes
-    layers = stage_layers(setup.model.num_layers, layout, stage)
-    state = sum(_state_on_fullest(setup, algorithm, layout, weights, fullest, layers).values())
+    state = sum(_state_on_fullest(setup, algorithm, layout, weights, fullest, stage).values())
     exchange = least_workspace_bytes(setup, algorithm)
     if setup.execution is Execution.PLANNED:
         exchange += least_buffer_bytes(setup, layout, stage)
@@ -187,9 +196,9 @@ def _state_on_fullest(
     layout: Layout,
     weights: StageWeights,
     fullest: Placement | None,
-    layers: int,
+    stage: int,
 ) -> dict[str, int]:
-    """Counts the bytes of optimizer state on the fullest rank of a stage with `layers` layers.
+    """Counts the bytes of optimizer state on the fullest rank of a stage.
 
     Args:
         fullest: the matrices whose state the fullest rank keeps; None if matrices have no owners. In this
@@ -201,7 +210,7 @@ def _state_on_fullest(
     if execution is Execution.ADAMW:
         return optimizer_state(setup, algorithm, adamw, 0, 0)
     if fullest is None:
-        counts: Mapping[Shape, int] = {shape: layers * n for shape, n in stored_shapes(setup, layout).items()}
+        counts: Mapping[Shape, int] = stored_shapes(setup, layout, stage)
         copies = layout.tp if execution is Execution.REDUNDANT else 1
         elements = (weights.matrices - weights.experts) * copies + weights.experts
     else:
@@ -227,9 +236,9 @@ def placement(setup: Setup, layout: Layout, stage: int) -> Placement | None:
         limit = bucket_elements(setup, layout) if stage == 0 else None
         chunks = [chunk_layers(model.num_layers, layout, stage, chunk) for chunk in range(layout.vpp)]
         buffers = [
-            layerwise_placement(sizes, len(layers), ranks, limit)
-            for sizes, ranks in _layerwise_buffers(model, layout)
+            layerwise_placement(sizes, ranks, limit)
             for layers in chunks
+            for sizes, ranks in _layerwise_buffers(blocks_of_layers(model, [layers]), layout)
         ]
         worst, padded = sum(buffer.worst for buffer in buffers), sum(buffer.padded for buffer in buffers)
         return Placement(worst=worst, worst_shapes=MappingProxyType({}), padded=padded)
@@ -238,32 +247,37 @@ def placement(setup: Setup, layout: Layout, stage: int) -> Placement | None:
 
 def _planned_placement(setup: Setup, layout: Layout, stage: int) -> Placement:
     """Returns the `placement` of a run with a plan."""
-    layers = stage_layers(setup.model.num_layers, layout, stage)
     in_order = setup.engine.strategy in IN_ORDER
-    runs = layer_runs(setup.model, splitting_of(setup))
-    return balanced_placement(runs, layers, layout.cells, natural_order=in_order)
+    blocks = tuple(
+        (layer_runs(kind, splitting_of(setup)), layers) for kind, layers in stage_blocks(setup.model, layout, stage)
+    )
+    return balanced_placement(blocks, layout.cells, natural_order=in_order)
 
 
-def _layerwise_buffers(model: ModelConfig, layout: Layout) -> list[tuple[tuple[int, ...], int]]:
-    """Returns, for each of a rank's layer-wise buffers, the sizes in elements of one layer's parameters and
-    the number of ranks that share the buffer."""
-    cut, whole = layer_on_rank(model, "fused", layout.ep)
-    buffers = [(tuple(matrix.elements // layout.tp for matrix in cut), layout.owners)]
-    if whole:
-        buffers.append((tuple(matrix.elements for matrix in whole), layout.expert_owners))
-    return buffers
+def _layerwise_buffers(blocks: LayerBlocks, layout: Layout) -> list[tuple[Blocks[int], int]]:
+    """Returns, for each of a rank's layer-wise buffers, the sizes in elements of the parameters of layers, and the
+    number of ranks that share the buffer."""
+    on_rank = [(layer_on_rank(kind, "fused", layout.ep), layers) for kind, layers in blocks]
+    buffers = [
+        (tuple((tuple(m.elements // layout.tp for m in cut), layers) for (cut, _), layers in on_rank), layout.owners),
+        (
+            tuple((tuple(m.elements for m in whole), layers) for (_, whole), layers in on_rank if whole),
+            layout.expert_owners,
+        ),
+    ]
+    return [(sizes, ranks) for sizes, ranks in buffers if sizes]
 
 
 @lru_cache(maxsize=4096)
-def layerwise_placement(sizes: tuple[int, ...], layers: int, shards: int, bucket: int | None) -> Placement:
-    """Returns the placement of `layers` layers in the buckets of `lay_out`.
+def layerwise_placement(blocks: Blocks[int], shards: int, bucket: int | None) -> Placement:
+    """Returns the placement of layers in the buckets of `lay_out`.
 
     Args:
-        sizes: the elements of each parameter of a layer.
+        blocks: the elements of each parameter of a layer.
     """
     loads = [0] * shards
     padded = 0
-    parameters = sizes * layers
+    parameters = tuple(size for sizes, layers in blocks for size in sizes * layers)
     for padded_bucket in lay_out(parameters, shards, bucket):
         padded += padded_bucket.elements
         for shard, places in enumerate(padded_bucket.shards):
@@ -272,10 +286,8 @@ def layerwise_placement(sizes: tuple[int, ...], layers: int, shards: int, bucket
 
 
 @lru_cache(maxsize=4096)
-def balanced_placement(
-    runs: tuple[tuple[Shape, int], ...], layers: int, cells: int, *, natural_order: bool
-) -> Placement:
-    """Returns the placement of the matrices of `layers` layers on `cells` cells.
+def balanced_placement(blocks: Blocks[tuple[Shape, int]], cells: int, *, natural_order: bool) -> Placement:
+    """Returns the placement of the matrices of layers on `cells` cells.
 
     Without `natural_order`, the largest matrices are placed first, each on the least loaded cell. With it,
     the elements of all matrices, in natural order, are cut into equal slices, one for each cell. A matrix
@@ -283,12 +295,14 @@ def balanced_placement(
     matrix.
 
     Args:
-        runs: the shapes of a layer's matrices, see `layer_runs`.
+        blocks: the shapes of a layer's matrices, see `layer_runs`.
     """
     contents: list[Counter[Shape]] = [Counter() for _ in range(cells)]
     loads = [0] * cells
     if natural_order:
-        matrices = [shape for shape, count in runs for _ in range(count)] * layers
+        matrices = [
+            shape for runs, layers in blocks for _ in range(layers) for shape, count in runs for _ in range(count)
+        ]
         slice_elements = sum(math.prod(shape) for shape in matrices) / cells
         start = 0  # of the matrix, in elements
         for shape in matrices:
@@ -298,11 +312,12 @@ def balanced_placement(
             start += math.prod(shape)
     else:
         counts = Counter[Shape]()
-        for shape, count in runs:
-            counts[shape] += count
+        for runs, layers in blocks:
+            for shape, count in runs:
+                counts[shape] += layers * count
         heap = [(0, cell) for cell in range(cells)]
         for shape, count in sorted(counts.items(), key=lambda item: (-math.prod(item[0]), item[0])):
-            size, left, highest = math.prod(shape), layers * count, max(heap)[0]
+            size, left, highest = math.prod(shape), count, max(heap)[0]
             while left:
                 if left >= cells and highest - heap[0][0] < size:
                     # Every cell gets a matrix before any cell gets two.
@@ -379,7 +394,11 @@ def checkpoint_bytes(setup: Setup) -> int:
     average_bytes = FP32 * count.total if setup.train.ema else 0
     if setup.execution is Execution.ADAMW:
         return adamw_bytes * count.total + average_bytes
-    factors = setup.model.num_layers * sum(factor_bytes(algorithm, *shape) for shape in matrix_shapes(setup))
+    factors = sum(
+        layers * count * factor_bytes(algorithm, *shape)
+        for kind, layers in all_layers(setup.model)
+        for shape, count in layer_runs(kind, splitting_of(setup))
+    )
     adamw_elements = count.total - count.layer_matrices
     matrix_bytes = (FP32 + moment_bytes(algorithm)) * count.layer_matrices + factors
     return matrix_bytes + adamw_bytes * adamw_elements + average_bytes
@@ -424,11 +443,13 @@ def least_buffer_bytes(setup: Setup, layout: Layout, stage: int) -> int:
     assembled fp32 gradient. With tp = 1 nothing is sent, but gradients are copied (`_copied_elements`), in
     batches of at most `BATCH_BYTES` or of one matrix.
     """
-    runs = layer_runs(setup.model, splitting_of(setup))
-    largest = max(math.prod(shape) for shape, _ in runs)
+    blocks = stage_blocks(setup.model, layout, stage)
+    runs = [(layer_runs(kind, splitting_of(setup)), layers) for kind, layers in blocks]
+    largest = max(math.prod(shape) for of_layer, _ in runs for shape, _ in of_layer)
     if layout.tp == 1:
-        copied_share = sum(_copied_elements(setup)) / sum(count * math.prod(shape) for shape, count in runs)
-        copied = int(FP32 * _planned_placement(setup, layout, stage).worst * copied_share)
+        copied_all = sum(layers * sum(_copied_elements(setup, kind)) for kind, layers in blocks)
+        elements = sum(layers * count * math.prod(shape) for of_layer, layers in runs for shape, count in of_layer)
+        copied = int(FP32 * _planned_placement(setup, layout, stage).worst * (copied_all / elements))
         return min(copied, max(BATCH_BYTES, FP32 * largest))
     message = largest * (layout.tp - 1) // layout.tp
     # Gradients and weights have send and receive buffers, in two sets.
@@ -440,21 +461,20 @@ def _gathered_elements(setup: Setup, layout: Layout) -> int:
     with buffers for the rank's fragment, all ranks' fragments, and the assembled matrix. With tp = 1 only
     copies are needed (`_copied_elements`)."""
     if layout.tp == 1:
-        return max(_copied_elements(setup), default=0)
+        return max((size for kind in layer_kinds(setup.model) for size in _copied_elements(setup, kind)), default=0)
     largest = max(math.prod(shape) for shape in matrix_shapes(setup))
     return largest // layout.tp + 2 * largest
 
 
 @lru_cache(maxsize=16)
-def _copied_elements(setup: Setup) -> Sequence[int]:
-    """Lists the sizes, in elements, of one layer's gradients that are copied with tp = 1. Gradients are
-    copied if they are not contiguous and in fp32 in the gradient buffer. If gradients are reduced in bf16,
-    all are copied; otherwise only those of separate q, k and v, whose rows are interleaved in their
-    parameter."""
+def _copied_elements(setup: Setup, kind: ModelConfig) -> Sequence[int]:
+    """Lists the sizes, in elements, of one layer's gradients that are copied with tp = 1, given a model all of whose
+    layers are like it. Gradients are copied if they are not contiguous and in fp32 in the gradient buffer. If
+    gradients are reduced in bf16, all are copied; otherwise only those of separate q, k and v, whose rows are
+    interleaved in their parameter."""
     if setup.train.gradient_bytes != FP32:
-        return [math.prod(shape) for shape in matrix_shapes(setup)]
+        return [math.prod(shape) for shape in layer_shapes(kind, splitting_of(setup))]
     if setup.engine.splitting not in ("qkv", "split"):
         return []
-    weights = family_of(setup.model).weights(setup.model)
-    interleaved = [weight for weight in weights if weight.cut == "repeats"]
+    interleaved = [weight for weight in family_of(kind).weights(kind) if weight.cut == "repeats"]
     return [weight.repeats * part.rows * weight.cols for weight in interleaved for part in weight.parts]

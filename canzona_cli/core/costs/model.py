@@ -5,6 +5,7 @@ The forward and backward passes are timed module by module (`costs.modules`), be
 may become complete, or a bucket of weights may be needed, between any two modules.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache, reduce
 from itertools import accumulate
@@ -13,7 +14,8 @@ from canzona_cli.core.costs.buffers import stage_weights, stream_elements
 from canzona_cli.core.costs.links import Groups, Links, Transfer
 from canzona_cli.core.costs.modules import CAST_BYTES, Module, ModuleTimes
 from canzona_cli.core.costs.update import adamw_seconds, memory_rate, step_factor
-from canzona_cli.core.setup import Layout, Recompute, Setup
+from canzona_cli.core.model.families import blocks_of_layers, layer_kinds, layer_models
+from canzona_cli.core.setup import Layout, ModelConfig, Recompute, Setup
 from canzona_cli.core.setup.stages import chunk_layers
 
 PASS_S = 150e-6
@@ -113,9 +115,15 @@ def stage_time(setup: Setup, layout: Layout, stage: int) -> StageTime:
       backward pass; in the loss, three all-reduces of one number per token.
     """
     times, model = ModuleTimes(setup, layout), setup.model
-    layer = times.layer()
-    layers_by_chunk = (chunk_layers(model.num_layers, layout, stage, chunk) for chunk in range(layout.vpp))
-    chunks = [[module._replace(layer=index) for index in layers for module in layer] for layers in layers_by_chunk]
+    modules, kinds = {kind: times.layer(kind) for kind in layer_kinds(model)}, layer_models(model)
+    chunks = [
+        [
+            module._replace(layer=layer)
+            for layer in chunk_layers(model.num_layers, layout, stage, chunk)
+            for module in modules[kinds[layer]]
+        ]
+        for chunk in range(layout.vpp)
+    ]
     if stage == 0:
         chunks[0].insert(0, times.embedding())
     if stage == layout.pp - 1:
@@ -126,12 +134,15 @@ def stage_time(setup: Setup, layout: Layout, stage: int) -> StageTime:
 def passes(setup: Setup, layout: Layout) -> list[list[tuple[float, float]]]:
     """Returns the forward and backward seconds of one micro-batch, by stage and model chunk: the
     `StageTime.passes` of all stages, computed faster, without lists of modules."""
-    (layer_s, layer_back_s), embedding, output = _pieces(setup, *_ranks(layout))
-    layers, pass_s = setup.model.num_layers, PASS_S
+    layers, embedding, output = _pieces(setup, *_ranks(layout))
+    model = setup.model
 
     def of_chunk(stage: int, chunk: int) -> tuple[float, float]:
-        count = len(chunk_layers(layers, layout, stage, chunk))
-        return pass_s + count * layer_s, pass_s + count * layer_back_s
+        forward_s = backward_s = PASS_S
+        for kind, count in blocks_of_layers(model, [chunk_layers(model.num_layers, layout, stage, chunk)]):
+            forward_s += count * layers[kind][0]
+            backward_s += count * layers[kind][1]
+        return forward_s, backward_s
 
     by_stage = [[of_chunk(stage, chunk) for chunk in range(layout.vpp)] for stage in range(layout.pp)]
     # The first chunk of the first stage has the embedding, the last chunk of the last stage the output layer.
@@ -140,11 +151,11 @@ def passes(setup: Setup, layout: Layout) -> list[list[tuple[float, float]]]:
     return by_stage
 
 
-def layer_and_ends(setup: Setup, layout: Layout) -> tuple[float, float]:
-    """Returns the seconds of a micro-batch's forward and backward pass through a layer; and those through the
-    embedding and the output layer together."""
-    layer, embedding, output = _pieces(setup, *_ranks(layout))
-    return sum(layer), sum(embedding) + sum(output)
+def layers_and_ends(setup: Setup, layout: Layout) -> tuple[Mapping[ModelConfig, float], float]:
+    """Returns the seconds of a micro-batch's forward and backward pass through a layer, by its kind; and those through
+    the embedding and the output layer together."""
+    layers, embedding, output = _pieces(setup, *_ranks(layout))
+    return {kind: sum(passes_s) for kind, passes_s in layers.items()}, sum(embedding) + sum(output)
 
 
 def _ranks(layout: Layout) -> tuple[int, int, int, int, int, Recompute, bool]:
@@ -171,9 +182,9 @@ def _pieces(
     micro_batch_size: int,
     recompute: Recompute,
     sequence_parallel: bool,
-) -> tuple[tuple[float, float], ...]:
-    """Returns the forward and backward seconds of a layer, of the embedding and of the output layer, on one stage.
-    They do not depend on whether the output layer is tied."""
+) -> tuple[Mapping[ModelConfig, tuple[float, float]], tuple[float, float], tuple[float, float]]:
+    """Returns the forward and backward seconds of a layer, by its kind, of the embedding and of the output layer, on
+    one stage. They do not depend on whether the output layer is tied."""
     layout = Layout(
         tp=tp,
         pp=1,
@@ -187,9 +198,13 @@ def _pieces(
         sequence_parallel=sequence_parallel,
     )
     times = ModuleTimes(setup, layout)
-    pieces = times.layer(), [times.embedding()], [times.output(tied=False)]
-    stages = (StageTime(chunks=(tuple(modules),), hop=Transfer(), pass_s=0.0) for modules in pieces)
-    return tuple((stage.forward_s, stage.backward_s) for stage in stages)
+
+    def seconds(*modules: Module) -> tuple[float, float]:
+        stage = StageTime(chunks=(modules,), hop=Transfer(), pass_s=0.0)
+        return stage.forward_s, stage.backward_s
+
+    layers = {kind: seconds(*times.layer(kind)) for kind in layer_kinds(setup.model)}
+    return layers, seconds(times.embedding()), seconds(times.output(tied=False))
 
 
 def hop(setup: Setup, layout: Layout) -> Transfer:

@@ -22,7 +22,7 @@ from canzona_cli.core.costs.links import Group, Groups, Link, Links, Transfer
 from canzona_cli.core.costs.update import Unit, matmul_rate, matmul_seconds, memory_rate, rates
 from canzona_cli.core.model.families import family_of
 from canzona_cli.core.model.family import Attention, Part, Work
-from canzona_cli.core.setup import ClusterConfig, Fp8Recipe, Layout, Setup
+from canzona_cli.core.setup import ClusterConfig, Fp8Recipe, Layout, ModelConfig, Setup
 from canzona_cli.core.setup.execution import dispatcher_of
 
 ELEMENTWISE_PASSES = {True: 1.2, False: 3.0}
@@ -117,10 +117,9 @@ class ModuleTimes:
         """The three all-reduces of the vocabulary-parallel cross-entropy: maximum, target logit and sum of
         exponentials, each with one fp32 number per token."""
 
-    def layer(self) -> list[Module]:
-        """Returns the first layer's modules in forward order."""
-        model = self._setup.model
-        works = family_of(model).modules(model)
+    def layer(self, kind: ModelConfig) -> list[Module]:
+        """Returns the modules of a layer in forward order. All layers of `kind` are like it."""
+        works = family_of(kind).modules(kind)
         modules = [self._module(work) for work in works]
         if self._cluster.dispatch_overlap:
             modules = _with_hidden_dispatch(self._cluster, modules)
@@ -168,7 +167,7 @@ class ModuleTimes:
         )
 
     def _module(self, work: Work) -> Module:
-        """Returns one module of the first layer."""
+        """Returns one module of a layer, with layer 0 as its layer."""
         config, layout, tokens = self._setup, self._layout, self._tokens
         products_s = products_seconds(config, layout, work)
         cast_s, cast_back_s = cast_seconds(config, layout, work)

@@ -34,7 +34,7 @@ class _UnbiasedRouter(TopKRouter):  # type: ignore[misc]
 
 def layer_spec(model: ModelConfig, *, transformer_engine: bool) -> ModuleSpec:
     """Returns the specification of a layer, built from Transformer Engine's modules, or from Megatron's own
-    and canzona's."""
+    and canzona's. All layers of `model` are like it."""
     if transformer_engine:
         experts = {"num_experts": model.num_experts, "moe_grouped_gemm": True} if model.num_experts else {}
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_norm, **experts)
@@ -89,6 +89,7 @@ def _expert_settings(setup: Setup, layout: Layout) -> dict[str, object]:
     weight = model.balancing_weight * (layout.dp if model.balancing_loss == "global" else 1)
     return {
         "num_moe_experts": model.num_experts,
+        "moe_layer_freq": model.moe_layer_freq if isinstance(model.moe_layer_freq, int) else [*model.moe_layer_freq],
         "moe_router_topk": model.experts_per_token,
         "moe_ffn_hidden_size": model.ffn_hidden_size,
         "moe_shared_expert_intermediate_size": model.shared_ffn_hidden_size or None,

@@ -17,8 +17,11 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    LayerNormImpl,
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.function import FunctionCtx
 
@@ -27,11 +30,11 @@ from canzona_cli.core.megatron import layers
 from canzona_cli.core.megatron.experts import RoutingMeter, leave_to_adamw
 from canzona_cli.core.megatron.parallel import World, Wrapped
 from canzona_cli.core.megatron.timers import PhaseTimer
-from canzona_cli.core.model.families import POSITIONS, family_of
+from canzona_cli.core.model.families import POSITIONS, family_of, layer_kinds, layer_models
 from canzona_cli.core.model.family import Weight
 from canzona_cli.core.model.geometry import weight_of
 from canzona_cli.core.setup import ModelConfig, Recompute, Setup
-from canzona_cli.core.setup.stages import count_parts_as_layers
+from canzona_cli.core.setup.stages import chunk_layers, count_parts_as_layers
 
 _LOG = logging.getLogger(__name__)
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -61,7 +64,7 @@ def transformer_config(setup: Setup, world: World, *, compiled: bool) -> Transfo
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size,
+        ffn_hidden_size=model.dense_width,
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups,
         kv_channels=model.head_dim,
@@ -137,14 +140,13 @@ def build_model(setup: Setup, world: World) -> list[torch.nn.Module]:
     weights. Returns the model chunks in forward order; there are several only with an interleaved pipeline.
     Collective."""
     mcore = transformer_config(setup, world, compiled=world.device.type == "cuda" and can_compile(world))
-    spec = layers.layer_spec(setup.model, transformer_engine=setup.cluster.fused_layers)
-    return [_build_chunk(setup, world, mcore, spec, chunk) for chunk in range(world.layout.vpp)]
+    return [_build_chunk(setup, world, mcore, chunk) for chunk in range(world.layout.vpp)]
 
 
-def _build_chunk(setup: Setup, world: World, mcore: TransformerConfig, spec: ModuleSpec, chunk: int) -> torch.nn.Module:
+def _build_chunk(setup: Setup, world: World, mcore: TransformerConfig, chunk: int) -> torch.nn.Module:
     model: torch.nn.Module = GPTModel(
         config=mcore,
-        transformer_layer_spec=spec if setup.cluster.fused_layers else _block_with_norm(spec, mcore, chunk),
+        transformer_layer_spec=_block(setup, chunk_layers(setup.model.num_layers, world.layout, world.pp_rank, chunk)),
         vocab_size=setup.model.vocab_size,
         max_sequence_length=setup.model.positions or setup.train.seq_length,
         pre_process=world.is_first_stage and chunk == 0,
@@ -165,11 +167,12 @@ def _build_chunk(setup: Setup, world: World, mcore: TransformerConfig, spec: Mod
     return Float16Module(mcore, model) if setup.train.precision == "bf16" else model
 
 
-def _block_with_norm(spec: ModuleSpec, mcore: TransformerConfig, chunk: int) -> TransformerBlockSubmodules:
-    """Returns the specification of a model chunk: its layers, and `layers.norm` as the norm after the last
-    layer."""
-    count = get_num_layers_to_build(mcore, vp_stage=chunk if mcore.virtual_pipeline_model_parallel_size else None)
-    return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=layers.norm)
+def _block(setup: Setup, of_chunk: range) -> TransformerBlockSubmodules:
+    """Returns the specification of a model chunk: its layers, and the norm after the last layer."""
+    fused, kinds = setup.cluster.fused_layers, layer_models(setup.model)
+    specs = {kind: layers.layer_spec(kind, transformer_engine=fused) for kind in layer_kinds(setup.model)}
+    norm = LayerNormImpl if fused else layers.norm
+    return TransformerBlockSubmodules(layer_specs=[specs[kinds[layer]] for layer in of_chunk], layer_norm=norm)
 
 
 def fuse_weight_gradients(model: torch.nn.Module) -> None:

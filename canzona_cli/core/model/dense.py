@@ -128,15 +128,10 @@ def feed_forward_elements(model: ModelConfig, fused: bool) -> int:
     return (2 if not model.gated else 3 if fused else 5) * model.ffn_hidden_size
 
 
-def forward_flops(model: ModelConfig, seq_length: int) -> float:
-    """Counts the matmul FLOPs of one token's forward pass.
+def layer_flops(model: ModelConfig, seq_length: int) -> float:
+    """Counts the matmul FLOPs of one token's forward pass through a layer.
 
-    Each weight in the layers and in the output layer, tied or not, takes two; the embedding is a look-up. In
-    each layer, q k^T and the weighted sum over v add 2 * 2 * seq_length * heads * head_dim, halved because a
-    causal token attends to half of the sequence on average. Norms, rotary embedding and softmax are not
-    counted.
+    Each weight takes two. In addition, q k^T and the weighted sum over v take 2 * 2 * seq_length * heads * head_dim,
+    halved because a causal token attends to half of the sequence on average.
     """
-    matrices = model.num_layers * sum(weight.elements for weight in weights(model))
-    output_layer = model.vocab_size * model.hidden_size
-    attention_core = 2 * seq_length * _attention(model).queries * model.num_layers
-    return 2.0 * (matrices + output_layer) + attention_core
+    return 2.0 * sum(weight.elements for weight in weights(model)) + 2 * seq_length * _attention(model).queries

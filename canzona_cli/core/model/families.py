@@ -1,17 +1,17 @@
 """The known model families, and functions that count the parameters and FLOPs of their models."""
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import groupby
 
 from canzona_cli.core.errors import Problem
-from canzona_cli.core.fields import Side
 from canzona_cli.core.model.family import Family, Kind, Vector, Weight
 from canzona_cli.core.model.llama import LLAMA
 from canzona_cli.core.model.qwen3 import QWEN3
 from canzona_cli.core.model.qwen3_moe import QWEN3_MOE
-from canzona_cli.core.setup import ModelConfig
+from canzona_cli.core.setup import Mesh, ModelConfig
+from canzona_cli.core.setup.stages import chunk_layers
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
@@ -29,39 +29,59 @@ def family_of(model: ModelConfig) -> Family:
     return QWEN3 if model.qk_norm else LLAMA
 
 
-@dataclass(frozen=True, kw_only=True)
-class MixedModel(ModelConfig):
-    """A model in which only some layers have experts, as the engine finds it in other training loops. Times of forward
-    and backward passes, and activations, are estimated as if all layers had experts."""
-
-    dense_width: Side
-    """The width of the feed-forward networks in layers without experts."""
-    pattern: str
-    """A digit for each layer: 1 if it has experts, otherwise 0."""
+LayerBlocks = tuple[tuple[ModelConfig, int], ...]
+"""Consecutive layers of a model: a model all of whose layers are like some of them, and their number."""
 
 
 @lru_cache(maxsize=64)
 def layer_models(model: ModelConfig) -> tuple[ModelConfig, ...]:
     """Returns, for each layer, a model all of whose layers are like it."""
-    if not isinstance(model, MixedModel):
+    frequency = model.moe_layer_freq
+    if frequency == 1 or model.num_experts == 0:
         return (model,) * model.num_layers
-    with_experts = ModelConfig(**{field.name: getattr(model, field.name) for field in fields(ModelConfig)})
+    with_experts = replace(model, moe_layer_freq=1, dense_ffn_hidden_size=0)
     dense = replace(with_experts, num_experts=0, shared_ffn_hidden_size=0, ffn_hidden_size=model.dense_width)
-    return tuple(dense if digit == "0" else with_experts for digit in model.pattern)
+    if isinstance(frequency, int):
+        return tuple(dense if layer % frequency else with_experts for layer in range(model.num_layers))
+    return tuple(with_experts if has_experts else dense for has_experts in frequency)
 
 
-def count_layers(model: ModelConfig, parts: Iterable[range]) -> Mapping[ModelConfig, int]:
-    """Counts the layers in parts of a model, by a model all of whose layers are like these."""
-    if not isinstance(model, MixedModel):
-        return {model: sum(map(len, parts))}
+@lru_cache(maxsize=64)
+def layer_kinds(model: ModelConfig) -> tuple[ModelConfig, ...]:
+    """Returns, for each kind of layer in a model, a model all of whose layers are like it; one for most models."""
+    return tuple(dict.fromkeys(layer_models(model)))
+
+
+def blocks_of_layers(model: ModelConfig, parts: Iterable[range]) -> LayerBlocks:
+    """Returns the blocks of equal layers that parts of a model consist of."""
+    if model.moe_layer_freq == 1:
+        return ((model, sum(map(len, parts))),)
     kinds = layer_models(model)
-    return Counter(kinds[layer] for layers in parts for layer in layers)
+    equal = groupby(kinds[layer] for layers in parts for layer in layers)
+    return tuple((kind, len([*layers])) for kind, layers in equal)
+
+
+def all_layers(model: ModelConfig) -> LayerBlocks:
+    """Returns the blocks of equal layers that a model consists of."""
+    return blocks_of_layers(model, (range(model.num_layers),))
+
+
+def stage_blocks(model: ModelConfig, layout: Mesh, stage: int) -> LayerBlocks:
+    """Returns the blocks of equal layers that a pipeline stage consists of."""
+    chunks = (chunk_layers(model.num_layers, layout, stage, chunk) for chunk in range(layout.vpp))
+    return blocks_of_layers(model, chunks)
 
 
 def weights_of_layers(model: ModelConfig) -> Iterator[Weight]:
     """Yields the 2-D parameters that a layer of the model may have."""
-    for each in dict.fromkeys(layer_models(model)):
+    for each in layer_kinds(model):
         yield from family_of(each).weights(each)
+
+
+def vectors_of_layers(model: ModelConfig) -> Iterator[Vector]:
+    """Yields the norms and biases that a layer of the model may have."""
+    for each in layer_kinds(model):
+        yield from family_of(each).vectors(each)
 
 
 def family_problems(old: ModelConfig, new: ModelConfig, source: str) -> tuple[Problem, ...]:
@@ -108,21 +128,28 @@ class ParameterCount:
 
 def parameter_count(model: ModelConfig) -> ParameterCount:
     """Counts the parameters of a model."""
-    family, layers = family_of(model), model.num_layers
     vocabulary = model.vocab_size * model.hidden_size
-    idle = sum((work.experts - work.experts_per_token) * work.weight.elements for work in family.modules(model))
+    matrices = routers = idle = 0
+    vectors = final_norm_elements(model)
+    for kind, layers in all_layers(model):
+        family = family_of(kind)
+        matrices += layers * sum(weight.elements for weight in family.weights(kind))
+        vectors += layers * sum(vector.elements for vector in family.vectors(kind))
+        routers += layers * sum(router.elements for router in family.routers(kind))
+        works = family.modules(kind)
+        idle += layers * sum((work.experts - work.experts_per_token) * work.weight.elements for work in works)
     return ParameterCount(
         embedding=vocabulary + model.positions * model.hidden_size,
         output=0 if model.tied_embeddings else vocabulary,
-        layer_matrices=layers * sum(weight.elements for weight in family.weights(model)),
-        vectors=layers * sum(vector.elements for vector in family.vectors(model)) + final_norm_elements(model),
-        routers=layers * sum(router.elements for router in family.routers(model)),
-        idle=layers * idle,
+        layer_matrices=matrices,
+        vectors=vectors,
+        routers=routers,
+        idle=idle,
     )
 
 
 def small_parameters(model: ModelConfig, tp: int) -> int:
-    """Counts the elements of one layer's norms, biases and routers on a TP rank."""
+    """Counts the elements of one layer's norms, biases and routers on a TP rank; all layers must be alike."""
     return sum(
         parameter.elements // (tp if isinstance(parameter, Vector) and parameter.cut else 1)
         for parameter in family_of(model).small(model)
@@ -148,7 +175,9 @@ def flops_per_token(model: ModelConfig, seq_length: int) -> float:
 
     They are three times the forward pass's FLOPs, because the backward pass computes the gradients of inputs
     and of weights. Recomputation of activations is not included. The convention is PaLM's (arXiv 2204.02311,
-    appendix B) with the causal half of attention and with the output layer, as in Megatron-LM's
-    `num_floating_point_operations`; only the experts to which a token is sent are included.
+    appendix B) with the causal half of attention and with the output layer, tied or not, as in Megatron-LM's
+    `num_floating_point_operations`; only the experts to which a token is sent are included. The embedding is a
+    look-up; norms, rotary embedding and softmax are not counted.
     """
-    return 3.0 * family_of(model).forward_flops(model, seq_length)
+    layers = sum(count * family_of(kind).layer_flops(kind, seq_length) for kind, count in all_layers(model))
+    return 3.0 * (layers + 2.0 * model.vocab_size * model.hidden_size)

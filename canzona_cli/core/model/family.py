@@ -208,8 +208,8 @@ class Family:
     """The modules of a layer in forward order."""
     activations: Callable[[ModelConfig, bool], Activations]
     """The activations of a layer; the flag is True if elementwise work is fused."""
-    forward_flops: Callable[[ModelConfig, int], float]
-    """The matmul FLOPs of one token's forward pass, averaged over a sequence of the given length."""
+    layer_flops: Callable[[ModelConfig, int], float]
+    """The matmul FLOPs of one token's forward pass through a layer, averaged over a sequence of the given length."""
     foreign: Foreign
 
     def small(self, model: ModelConfig) -> tuple[Vector | Router, ...]:

@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 from canzona_cli.core.errors import Problem
 from canzona_cli.core.fields import Fp8Recipe
-from canzona_cli.core.model.families import family_of
+from canzona_cli.core.model.families import family_of, layer_kinds
 from canzona_cli.core.setup import Setup
 from canzona_cli.core.setup.layout_rules import may_have_whole_experts
 
@@ -18,7 +18,7 @@ def fp8_sides(setup: Setup, tp: int, cp: int, micro_batch: int = 1) -> Mapping[i
     """Returns the lengths of the sides of the layers' matmuls on a rank, each with a name. Experts' tokens are not
     included, because Transformer Engine pads them."""
     sides = {setup.train.seq_length * micro_batch // cp: "tokens of a micro-batch on a rank"}
-    for weight in (work.weight for work in family_of(setup.model).modules(setup.model)):
+    for weight in (work.weight for kind in layer_kinds(setup.model) for work in family_of(kind).modules(kind)):
         stored = weight.stored(1 if weight.expert is not None and may_have_whole_experts(setup) else tp)
         name = f"of {weight.name.rpartition('.')[0]} on a rank"
         sides = {stored.rows: f"rows {name}", stored.cols: f"columns {name}"} | sides

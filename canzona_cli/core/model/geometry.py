@@ -22,7 +22,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from canzona_cli.core.model.families import EMBEDDING, OUTPUT, POSITIONS, family_of, weights_of_layers
+from canzona_cli.core.model.families import (
+    EMBEDDING,
+    OUTPUT,
+    POSITIONS,
+    family_of,
+    vectors_of_layers,
+    weights_of_layers,
+)
 from canzona_cli.core.model.family import Band, Kind, Weight
 from canzona_cli.core.model.matrices import Matrix
 from canzona_cli.core.setup import ModelConfig
@@ -91,7 +98,7 @@ def fragment_blocks(name: str, shape: Sequence[int], model: ModelConfig, *, tp: 
         tp, rank = (1, 0) if biased.cut == "cols" else (tp, rank)
         blocks = _blocks(replace(biased, cols=1), layer, tp, rank)
         return tuple(replace(block, unit=f"{block.unit}.bias") for block in blocks)
-    unfused = {vector.fused: vector.name for vector in family_of(model).vectors(model)}
+    unfused = {vector.fused: vector.name for vector in vectors_of_layers(model)}
     return (_whole_unit(f"{layer}{unfused.get(part, part)}", shape),)
 
 
@@ -162,12 +169,11 @@ def unit_shape(unit: str, model: ModelConfig) -> tuple[int, ...]:
 @lru_cache(maxsize=16)
 def unit_shapes(model: ModelConfig) -> Mapping[str, tuple[int, ...]]:
     """Returns the shapes of the units of a layer by name."""
-    family = family_of(model)
-    vectors = {vector.name: (vector.elements,) for vector in family.vectors(model)}
+    vectors = {vector.name: (vector.elements,) for vector in vectors_of_layers(model)}
     biased = {name: weight for name in vectors if (weight := _weight_with_bias(name, model)) is not None}
     return {
         **{name: shape for name, shape in vectors.items() if name not in biased},
-        **{router.name: (router.rows, router.cols) for router in family.routers(model)},
+        **{router.name: (router.rows, router.cols) for router in family_of(model).routers(model)},
         **{
             f"{weight.unit_prefix}{part.kind}": (weight.repeats * part.rows, weight.cols)
             for weight in weights_of_layers(model)

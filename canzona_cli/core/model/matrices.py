@@ -9,7 +9,7 @@ rows).
 
 import re
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
@@ -23,8 +23,9 @@ from canzona_cli.core.model.families import (
     FINAL_NORM,
     OUTPUT,
     POSITIONS,
+    all_layers,
     family_of,
-    layer_models,
+    layer_kinds,
 )
 from canzona_cli.core.model.family import Kind
 from canzona_cli.core.setup import Execution, KroneckerConfig, Layout, ModelConfig, OptimizerName, Setup, Splitting
@@ -176,8 +177,7 @@ def _numbered(model: ModelConfig, layout: Layout, splitting: Splitting) -> tuple
 
 def _blocks(model: ModelConfig, splitting: Splitting) -> tuple[LayerBlock, ...]:
     return tuple(
-        LayerBlock(layers=len([*equal]), matrices=layer_matrices(each, splitting))
-        for each, equal in groupby(layer_models(model))
+        LayerBlock(layers=layers, matrices=layer_matrices(kind, splitting)) for kind, layers in all_layers(model)
     )
 
 
@@ -282,8 +282,10 @@ def layer_runs(model: ModelConfig, splitting: Splitting) -> tuple[tuple[Shape, i
 
 
 def matrix_shapes(setup: Setup) -> tuple[Shape, ...]:
-    """Returns the (rows, columns) of each matrix of a layer, with weights split as in the run's strategy."""
-    return layer_shapes(setup.model, splitting_of(setup))
+    """Returns the (rows, columns) of each matrix of a layer of each kind, with weights split as in the run's
+    strategy."""
+    splitting = splitting_of(setup)
+    return tuple(shape for kind in layer_kinds(setup.model) for shape in layer_shapes(kind, splitting))
 
 
 def stage_matrices(matrices: Sequence[Matrix], stage: int) -> tuple[Matrix, ...]:
@@ -389,17 +391,20 @@ def routing(setup: Setup) -> Routing:
     Raises:
         ConfigError: the matrix optimizer would have no matrix to update.
     """
-    model, layers = setup.model, setup.model.num_layers
+    model = setup.model
     adamw_only = setup.execution is Execution.ADAMW
     vocabulary = model.vocab_size * model.hidden_size
-    family = family_of(model)
-    weights = [(weight.name, weight.elements) for weight in family.weights(model)] if adamw_only else []
-    small = [(parameter.name, parameter.elements) for parameter in family.small(model)]
+
+    def of_layer(kind: ModelConfig) -> Iterator[tuple[str, int]]:
+        family = family_of(kind)
+        for parameter in (*(family.weights(kind) if adamw_only else ()), *family.small(kind)):
+            yield parameter.name, parameter.elements
+
     positions, final_bias = model.positions * model.hidden_size, model.layernorm
     adamw = (
         Routed(pattern=EMBEDDING, count=1, elements=vocabulary),
         *((Routed(pattern=POSITIONS, count=1, elements=positions),) if positions else ()),
-        *_group_by_pattern("decoder.layers.*.", layers, [*weights, *small]),
+        *_group_by_pattern("decoder.layers.*.", model, of_layer),
         Routed(pattern=FINAL_NORM, count=1, elements=model.hidden_size),
         *((Routed(pattern=FINAL_BIAS, count=1, elements=model.hidden_size),) if final_bias else ()),
         *(() if model.tied_embeddings else (Routed(pattern=OUTPUT, count=1, elements=vocabulary),)),
@@ -415,25 +420,35 @@ def _group_matrices(setup: Setup) -> tuple[Routed, ...]:
     """
     model, splitting, chosen = setup.model, splitting_of(setup), setup.optimizer
     if isinstance(chosen, KroneckerConfig):
-        longest, shortest = chosen.max_preconditioner_dim, min(map(min, layer_shapes(model, splitting)))
+        longest, shortest = chosen.max_preconditioner_dim, min(map(min, matrix_shapes(setup)))
         if shortest > longest:
             reason = f"every matrix has longer sides, so {chosen.name} would update no matrix"
             fix = f"use at least optimizer.max_preconditioner_dim={shortest}, or optimizer=adamw"
             raise ConfigError(problem_with(setup, "optimizer.max_preconditioner_dim", reason, fix))
-    of_layer = [(matrix.name, matrix.elements) for matrix in layer_matrices(model, splitting)]
-    return _group_by_pattern("layers.*.", model.num_layers, of_layer)
+
+    def of_layer(kind: ModelConfig) -> Iterator[tuple[str, int]]:
+        return ((matrix.name, matrix.elements) for matrix in layer_matrices(kind, splitting))
+
+    return _group_by_pattern("layers.*.", model, of_layer)
 
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\.weight)\d+$")
 """The index of a head or of an expert in a name."""
 
 
-def _group_by_pattern(prefix: str, layers: int, named: Iterable[tuple[str, int]]) -> tuple[Routed, ...]:
-    """Groups the parameters or matrices of `layers` equal layers by pattern; `named` are the names in one
-    layer, without `prefix`, with their elements."""
+def _group_by_pattern(
+    prefix: str, model: ModelConfig, named: Callable[[ModelConfig], Iterable[tuple[str, int]]]
+) -> tuple[Routed, ...]:
+    """Groups the parameters or matrices of all layers by pattern.
+
+    Args:
+        named: a function that returns the names in a layer, without `prefix`, with their elements, given a model
+            all of whose layers are like it.
+    """
     counts, elements = Counter[str](), Counter[str]()
-    for name, elements_each in named:
-        pattern = prefix + _NUMBER.sub("*", name)
-        counts[pattern] += layers
-        elements[pattern] += layers * elements_each
+    for kind, layers in all_layers(model):
+        for name, elements_each in named(kind):
+            pattern = prefix + _NUMBER.sub("*", name)
+            counts[pattern] += layers
+            elements[pattern] += layers * elements_each
     return tuple(Routed(pattern=pattern, count=counts[pattern], elements=elements[pattern]) for pattern in counts)

@@ -1,5 +1,5 @@
-"""The Qwen3 family with experts: every layer has many feed-forward networks, and a router sends each token to
-a few of them.
+"""The layers with experts of the Qwen3 family: each has many feed-forward networks, and a router sends each token to
+a few of them. Layers without experts, if a model has any (`ModelConfig.moe_layer_freq`), are those of the dense family.
 
 Attention, norms and embeddings are the same as in the dense family. Expert e of a layer has the unit names
 `experts.e.gate`, `experts.e.up` and `experts.e.down`. A network beside the experts that processes every token, as in
@@ -102,15 +102,14 @@ def _shared_activations(model: ModelConfig, fused: bool) -> int:
     return feed_forward_elements(replace(model, ffn_hidden_size=model.shared_ffn_hidden_size), fused)
 
 
-def _forward_flops(model: ModelConfig, seq_length: int) -> float:
-    """Counts the matmul FLOPs of one token's forward pass as in the dense family, with the experts to which
-    the token is sent and the network that processes every token. The router's matmul is not included, as in
+def _layer_flops(model: ModelConfig, seq_length: int) -> float:
+    """Counts the matmul FLOPs of one token's forward pass through a layer as in the dense family, with the experts
+    to which the token is sent and the network that processes every token. The router's matmul is not included, as in
     Megatron-LM."""
     *_, fc1, fc2 = QWEN3.weights(model)
     network = fc1.elements + fc2.elements
     shared = sum(weight.elements for weight in _shared(model))
-    experts = 2.0 * model.num_layers * ((model.experts_per_token - 1) * network + shared)
-    return QWEN3.forward_flops(model, seq_length) + experts
+    return QWEN3.layer_flops(model, seq_length) + 2.0 * ((model.experts_per_token - 1) * network + shared)
 
 
 QWEN3_MOE = Family(
@@ -121,7 +120,7 @@ QWEN3_MOE = Family(
     routers=_routers,
     modules=_modules,
     activations=_activations,
-    forward_flops=_forward_flops,
+    layer_flops=_layer_flops,
     foreign=Foreign(
         architecture="Qwen3MoeForCausalLM",
         model_type="qwen3_moe",
@@ -132,12 +131,7 @@ QWEN3_MOE = Family(
             **head_width(tree),  # unlike in the dense family
             "num_experts": tree.get("num_local_experts"),
         },
-        written={
-            **QWEN3.foreign.written,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        },
+        written={**QWEN3.foreign.written, "norm_topk_prob": True},
         widths={
             "ffn_hidden_size": "moe_intermediate_size",
             "num_experts": "num_experts",
@@ -147,8 +141,6 @@ QWEN3_MOE = Family(
             **{key: values for key, values in QWEN3.foreign.must_be.items() if not key.endswith("_experts")},
             "model_type": ("qwen3_moe",),
             "norm_topk_prob": (True,),
-            "decoder_sparse_step": (1, None),
-            "mlp_only_layers": ([], None),
         },
         fixed={**QWEN3.foreign.fixed, "shared_ffn_hidden_size": 0},
         layer={

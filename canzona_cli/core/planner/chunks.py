@@ -15,13 +15,19 @@ from typing import Final, Literal, NamedTuple, get_args
 from canzona_cli.core.costs.buffers import bucket_elements
 from canzona_cli.core.costs.links import Group, Groups, Links, Transfer, strided_group
 from canzona_cli.core.costs.model import StageTime
-from canzona_cli.core.model.families import family_of, small_parameters
+from canzona_cli.core.model.families import (
+    family_of,
+    layer_kinds,
+    layer_models,
+    small_parameters,
+    stage_blocks,
+    weights_of_layers,
+)
 from canzona_cli.core.model.family import Part
 from canzona_cli.core.model.matrices import Matrix
 from canzona_cli.core.planner.plan import Bucket, Range, SameObject, rank_buckets
 from canzona_cli.core.planner.reduction import GATHERED_AHEAD, ReductionModel, adamw_apart
-from canzona_cli.core.setup import Layout, Setup
-from canzona_cli.core.setup.stages import stage_layers
+from canzona_cli.core.setup import Layout, ModelConfig, Setup
 
 Stream = Literal["data", "experts", "adamw"]
 """A communicator of data-parallel traffic. Its transfers run one after another; transfers of different
@@ -96,7 +102,8 @@ def seconds_after_reduction(setup: Setup, layout: Layout, stage: int) -> float:
     links, gradient_bytes = Links(cluster=cluster), setup.train.gradient_bytes
     total = 0.0
     if layout.sequence_parallel and layout.tp > 1:
-        size = stage_layers(model.num_layers, layout, stage) * small_parameters(model, layout.tp) * gradient_bytes
+        elements = sum(n * small_parameters(kind, layout.tp) for kind, n in stage_blocks(model, layout, stage))
+        size = elements * gradient_bytes
         total += links.all_reduce(size, Groups.of(layout, cluster).tp).seconds
     if model.tied_embeddings and layout.pp > 1 and stage in (0, layout.pp - 1):
         stride = layout.owners * layout.tp * (layout.pp - 1)
@@ -191,10 +198,11 @@ class ChunkBuilder:
                 never listed.
         """
         model = self._setup.model
-        family, small = family_of(model), Counter[Part]()
-        for parameter in family.small(model):
-            small[parameter.part] += parameter.elements
-        parts = dict.fromkeys(self._part_of[weight.kind] for weight in family.weights(model))
+        kinds, small = layer_models(model), Counter[tuple[ModelConfig, Part]]()
+        for kind in layer_kinds(model):
+            for parameter in family_of(kind).small(kind):
+                small[kind, parameter.part] += parameter.elements
+        parts = dict.fromkeys(self._part_of[weight.kind] for weight in weights_of_layers(model))
         registered: list[Part] = ["embedding", *parts, "output"]
         order = sorted(
             range(len(self._modules)),
@@ -203,9 +211,11 @@ class ChunkBuilder:
         parameters: list[tuple[int, int]] = []
         for place in order:
             module = self._modules[place]
+            outside, elements = module.part in ("embedding", "output"), 0
             # Of several modules of one part, the last has the norm and the router.
-            elements = small[module.part] if self._module_index[module.part, module.layer] == place else 0
-            if module.part in ("embedding", "output") or (layers and not module.dispatched):
+            if not outside and self._module_index[module.part, module.layer] == place:
+                elements = small[kinds[module.layer], module.part]
+            if outside or (layers and not module.dispatched):
                 elements += module.weights
             if elements:
                 parameters.append((elements, place))

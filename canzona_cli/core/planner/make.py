@@ -19,7 +19,6 @@ from canzona_cli.core.costs.sharing import shared_costs
 from canzona_cli.core.costs.update import algorithm_of, update_costs
 from canzona_cli.core.errors import ConfigError, DoesNotFit, Problem
 from canzona_cli.core.fields import PLAN, affecting
-from canzona_cli.core.model.families import MixedModel
 from canzona_cli.core.model.matrices import Matrix, stage_matrices
 from canzona_cli.core.model.matrices import matrices as matrices_of
 from canzona_cli.core.model.shapes import ModelShapes
@@ -45,11 +44,10 @@ def subject(setup: Setup, layout: Layout, shapes: ModelShapes | None = None) -> 
     Args:
         shapes: the user's own shapes if these are planned instead of `config.model`.
     """
-    section = MixedModel if isinstance(setup.model, MixedModel) else ModelConfig
-    model: dict[str, Scalar] = {name: getattr(setup.model, name) for name in affecting(PLAN, section)}
-    rare = {name: model.pop(name) for name in ("layernorm", "biases", "positions")}
-    model |= {name: value for name, value in rare.items() if value}
-    profile = {name: getattr(setup.cluster, name) for name in affecting(PLAN, ClusterConfig)}
+    model = {name: _scalar(getattr(setup.model, name)) for name in affecting(PLAN, ModelConfig)}
+    for name in ("layernorm", "biases", "positions", "moe_layer_freq", "dense_ffn_hidden_size"):  # rare
+        if model[name] == getattr(ModelConfig, name):
+            del model[name]
     return Subject(
         model=MappingProxyType(model if shapes is None else {"shapes": shapes.digest}),
         layout=layout.mesh,
@@ -68,12 +66,13 @@ def subject(setup: Setup, layout: Layout, shapes: ModelShapes | None = None) -> 
             }
         ),
         profile=MappingProxyType(
-            {
-                name: value if value is None or isinstance(value, str | int | float) else json.dumps(value)
-                for name, value in profile.items()
-            }
+            {name: _scalar(getattr(setup.cluster, name)) for name in affecting(PLAN, ClusterConfig)}
         ),
     )
+
+
+def _scalar(value: object) -> Scalar:
+    return value if value is None or isinstance(value, str | int | float) else json.dumps(value)
 
 
 def settings(setup: Setup) -> PlanSettings:

@@ -71,6 +71,8 @@ def _cut_by_tp(model: ModelConfig, *, whole_experts: bool) -> list[tuple[int, st
         (model.ffn_hidden_size, "ffn rows"),
         (model.vocab_size, "vocabulary entries"),
     ]
+    if model.num_experts and model.moe_layer_freq != 1:
+        counts.append((model.dense_width, "ffn rows of layers without experts"))
     return [(count, name) for count, name in counts if not (whole_experts and name == "ffn rows")]
 
 

@@ -25,6 +25,7 @@ from canzona_cli.core.fields import (
     Share,
     Side,
 )
+from canzona_cli.core.setup.cluster import HashedOnce
 
 Layers = Annotated[int, Range(at_least=1, at_most=2048)]
 Heads = Annotated[int, Range(at_least=1, at_most=2048)]
@@ -55,11 +56,12 @@ PARTS_OF_LLAMA: Final[Mapping[str, bool | int]] = MappingProxyType(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(HashedOnce):
     """A decoder-only transformer with RMSNorm, SwiGLU, GQA, RoPE and no bias, like Qwen3 and Llama, dense or with
     experts, or with parts of GPT-2 instead."""
 
     AFFECTS: ClassVar[Affects] = MODEL | PLAN
+    __hash__ = HashedOnce.__hash__
 
     name: Annotated[str, "Name of the model, for reports.", NOTHING]
     num_layers: Annotated[Layers, "Transformer layers."]
@@ -78,7 +80,16 @@ class ModelConfig:
     ] = None
     norm_eps: Annotated[Epsilon, "Epsilon of the norms.", CURVE] = 1e-6
     qk_norm: Annotated[bool, "Normalise queries and keys per head: true for Qwen3, false for Llama.", MODEL] = True
-    num_experts: Annotated[Experts, "Experts in every layer, each a feed-forward network; 0: a dense model."] = 0
+    num_experts: Annotated[Experts, "Experts in a layer, each a feed-forward network; 0: a dense model."] = 0
+    moe_layer_freq: Annotated[
+        tuple[Annotated[int, Range(at_least=0, at_most=1)], ...] | Annotated[int, Range(at_least=1, at_most=2048)],
+        "Layers with experts: every n-th, beginning with the first, or a list of a 1 or 0 for each layer.",
+        Example("[0,1,1,1]"),
+    ] = 1
+    dense_ffn_hidden_size: Annotated[
+        Annotated[int, Range(at_least=0, at_most=1 << 24)],
+        "Width of the feed-forward networks in layers without experts; 0: that of an expert.",
+    ] = 0
     experts_per_token: Annotated[int, Range(at_least=2, at_most=1024), "Experts that process each token.", CURVE] = 2
     shared_ffn_hidden_size: Annotated[
         Annotated[int, Range(at_least=0, at_most=1 << 24)],
@@ -101,6 +112,11 @@ class ModelConfig:
         "Standard deviation of the initial weights; residual projections use `init_std / sqrt(2 * num_layers)`.",
         NOTHING,
     ] = 0.02
+
+    @property
+    def dense_width(self) -> int:
+        """The width of the feed-forward networks in layers without experts."""
+        return self.dense_ffn_hidden_size or self.ffn_hidden_size
 
     @property
     def parts_of_gpt2(self) -> Mapping[str, bool | int]:

@@ -9,19 +9,20 @@ from typing import NamedTuple
 
 from canzona_cli.core.costs.buffers import bucket_elements, stage_weights
 from canzona_cli.core.costs.links import Groups, Links
-from canzona_cli.core.costs.model import PASS_S, NormClip, hop, layer_and_ends, passes, units_taken
+from canzona_cli.core.costs.model import PASS_S, NormClip, hop, layers_and_ends, passes, units_taken
 from canzona_cli.core.costs.modules import dispatch
 from canzona_cli.core.costs.sharing import shared_costs
 from canzona_cli.core.costs.update import adamw_seconds, algorithm_of, step_factor, update_costs, update_times
+from canzona_cli.core.model.families import LayerBlocks, all_layers, layer_kinds, stage_blocks
 from canzona_cli.core.model.matrices import matrices as matrices_of
 from canzona_cli.core.planner.attempt import bucket_limits
 from canzona_cli.core.planner.bounds import simple_bound
 from canzona_cli.core.planner.chunks import seconds_after_reduction
 from canzona_cli.core.planner.make import outlined_seconds
 from canzona_cli.core.planner.pipeline import HostedPipeline
-from canzona_cli.core.setup import Execution, Layout, Setup
+from canzona_cli.core.setup import Execution, Layout, ModelConfig, Setup
 from canzona_cli.core.setup.execution import splitting_of, with_flex
-from canzona_cli.core.setup.stages import most_layers, stage_layers
+from canzona_cli.core.setup.stages import most_layers
 from canzona_cli.core.simulate.update import UpdateModel
 
 
@@ -80,18 +81,29 @@ def _surely_s(setup: Setup, layout: Layout, times: Sequence[Sequence[tuple[float
 def least_step_seconds(setup: Setup, layout: Layout) -> float:
     """Returns a lower bound of `estimated_step_seconds`, quicker still: the forward and backward passes, as
     if the embedding and the output layer were not on the stage with the most layers."""
-    layer_s, ends_s = layer_and_ends(setup, layout)
+    of_layers, ends_s = layers_and_ends(setup, layout)
     chunk_s = PASS_S * 2 + 2 * hop(setup, layout).seconds
-    all_s = setup.model.num_layers * layer_s + layout.pp * layout.vpp * chunk_s + ends_s
-    busiest_s = most_layers(setup.model.num_layers, layout) * layer_s + layout.vpp * chunk_s
+    all_s = sum(n * of_layers[kind] for kind, n in all_layers(setup.model)) + layout.pp * layout.vpp * chunk_s + ends_s
+    busiest_s = (
+        max(sum(n * of_layers[kind] for kind, n in blocks) for blocks in _fullest(setup.model, layout))
+        + layout.vpp * chunk_s
+    )
     return layout.num_microbatches * busiest_s + (all_s - busiest_s) / layout.vpp
 
 
 def least_sequence_seconds(setup: Setup, layout: Layout) -> float:
     """Returns a lower bound of `least_step_seconds` per sequence that is the same for all layouts that differ only in
     pp, vpp and dp: the passes of the layers, as if no stage ever waited for another."""
-    layer_s, _ = layer_and_ends(setup, layout)
-    return setup.model.num_layers * layer_s / (layout.pp * layout.dp * layout.micro_batch_size)
+    of_layers, _ = layers_and_ends(setup, layout)
+    layers_s = sum(n * of_layers[kind] for kind, n in all_layers(setup.model))
+    return layers_s / (layout.pp * layout.dp * layout.micro_batch_size)
+
+
+def _fullest(model: ModelConfig, layout: Layout) -> Sequence[LayerBlocks]:
+    """Returns the layers of the stages of which one has the most work."""
+    if len(kinds := layer_kinds(model)) == 1:
+        return [((kinds[0], most_layers(model.num_layers, layout)),)]
+    return [stage_blocks(model, layout, stage) for stage in range(layout.pp)]
 
 
 def _exposed_s(setup: Setup, layout: Layout, passes_s: Sequence[tuple[float, float]]) -> float:
@@ -161,7 +173,8 @@ def _link_use_s(setup: Setup, layout: Layout) -> float:
     link = Groups.of(layout, setup.cluster).experts.link
     transfers = [(1.0, hop(setup, layout))]
     if layout.ep > 1:
-        layers = stage_layers(setup.model.num_layers, layout, 0) / layout.vpp
+        blocks = stage_blocks(setup.model, layout, 0)
+        layers = sum(n for kind, n in blocks if kind.num_experts) / layout.vpp
         transfers.append((2 * layers, dispatch(setup, layout)))
     return sum(count * transfer.link_s for count, transfer in transfers if transfer.link == link)
 
@@ -216,28 +229,37 @@ def _updates_s(setup: Setup, layout: Layout) -> float:
     execution = setup.execution
     if execution is Execution.ADAMW:
         return 0.0
-    layers, ranks = most_layers(setup.model.num_layers, layout), layout.world_size // layout.tp
+    ranks = layout.world_size // layout.tp
     one_stage = replace(layout.bare, pp=1, vpp=1, dp=ranks, global_batch_size=ranks)
-    if execution is Execution.PLANNED:
-        layer_s, matrices_s = _planned_layer(setup, one_stage)
-        return max(layers * layer_s / layout.cells, _packing_bound_s(matrices_s, layers, layout.cells))
-    dense_s, experts_s = _unplanned_layer(setup, one_stage)
-    if execution is Execution.LAYERWISE:
-        return layers * (dense_s / layout.owners + experts_s / layout.cells)
-    return layers * (dense_s + experts_s / layout.ep)
+
+    def planned_s(blocks: LayerBlocks) -> float:
+        of_blocks = [(*_planned_layer(setup, kind, one_stage), layers) for kind, layers in blocks]
+        even_s = sum(layers * layer_s for layer_s, _, layers in of_blocks) / layout.cells
+        return max(even_s, _packing_bound_s(tuple(block[1:] for block in of_blocks), layout.cells))
+
+    def unplanned_s(blocks: LayerBlocks) -> float:
+        of_blocks = [(*_unplanned_layer(setup, kind, one_stage), layers) for kind, layers in blocks]
+        if execution is Execution.LAYERWISE:
+            return sum(n * (dense_s / layout.owners + experts_s / layout.cells) for dense_s, experts_s, n in of_blocks)
+        return sum(n * (dense_s + experts_s / layout.ep) for dense_s, experts_s, n in of_blocks)
+
+    of_stage = planned_s if execution is Execution.PLANNED else unplanned_s
+    return max(map(of_stage, _fullest(setup.model, layout)))
 
 
 @lru_cache(maxsize=1024)
-def _packing_bound_s(costs: tuple[float, ...], layers: int, cells: int) -> float:
-    return simple_bound(costs * layers, cells)
+def _packing_bound_s(blocks: tuple[tuple[tuple[float, ...], int], ...], cells: int) -> float:
+    """Returns the `simple_bound` of blocks of layers, given the costs of a layer's matrices and the number of
+    layers of each block."""
+    return simple_bound(tuple(cost for costs, layers in blocks for cost in costs * layers), cells)
 
 
 @lru_cache(maxsize=64)
-def _unplanned_layer(setup: Setup, layout: Layout) -> tuple[float, float]:
+def _unplanned_layer(setup: Setup, kind: ModelConfig, layout: Layout) -> tuple[float, float]:
     """Returns the mean seconds in which one TP rank receives and updates all matrices of a layer that every rank
     stores; and those in which it updates all experts of the layer, 0 unless experts are divided among
-    ranks."""
-    members = matrices_of(replace(setup.model, num_layers=1), layout, splitting_of(setup))
+    ranks. All layers of `kind` are like it."""
+    members = matrices_of(replace(kind, num_layers=1), layout, splitting_of(setup))
     model = UpdateModel(setup, layout, members, (), update_times(setup, members))
     dense = [matrix.index for matrix in members if matrix.expert_rank is None]
     experts = [matrix.index for matrix in members if matrix.expert_rank is not None]
@@ -250,11 +272,11 @@ def _unplanned_layer(setup: Setup, layout: Layout) -> tuple[float, float]:
 
 
 @lru_cache(maxsize=64)
-def _planned_layer(setup: Setup, layout: Layout) -> tuple[float, tuple[float, ...]]:
-    """Returns the seconds of one layer's updates under a plan, including the packing of hosted matrices,
+def _planned_layer(setup: Setup, kind: ModelConfig, layout: Layout) -> tuple[float, tuple[float, ...]]:
+    """Returns the seconds of the updates of a layer of `kind` under a plan, including the packing of hosted matrices,
     added up over the ranks of a TP group; and the seconds of each matrix, on its host or on one rank that
     shares it."""
-    members = matrices_of(replace(setup.model, num_layers=1), layout, splitting_of(setup))
+    members = matrices_of(replace(kind, num_layers=1), layout, splitting_of(setup))
     factor = step_factor(setup, "matrix_update")
     packing_s = HostedPipeline.of(setup, layout).packing_s if layout.tp > 1 else 0.0
     possible = shared_costs(setup, algorithm_of(setup), layout, members)

@@ -22,7 +22,10 @@ LLAMA = dict(read_object(Path(__file__).parent / "published" / "llama-3.1-405b.j
 
 
 def own(settings: dict[str, object]) -> dict[str, object]:
-    experts = ("num_experts", "experts_per_token", "shared_ffn_hidden_size", "balancing_loss", "balancing_weight")
+    experts = (
+        *("num_experts", "experts_per_token", "shared_ffn_hidden_size", "balancing_loss", "balancing_weight"),
+        *("moe_layer_freq", "dense_ffn_hidden_size"),
+    )
     return {name: value for name, value in settings.items() if name not in ("name", *experts)}
 
 

@@ -11,8 +11,9 @@ from safetensors.torch import save_file
 
 from canzona_cli.checkpoint.contents import saved_run
 from canzona_cli.checkpoint.huggingface.folder import read_object
-from canzona_cli.checkpoint.huggingface.foreign import config_json, read_model
+from canzona_cli.checkpoint.huggingface.foreign import config_json, read_model, tensor_names
 from canzona_cli.config.compose import compose_run
+from canzona_cli.core.model.geometry import unit_shape
 from canzona_cli.core.setup import ModelConfig
 from tests.checkpoint.huggingface.folders import Weights, random_folder, stored
 from tests.cli.commands.support import canzona
@@ -47,11 +48,45 @@ def test_an_exported_file_is_read_back_and_has_the_published_values() -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("norm_topk_prob", False), ("decoder_sparse_step", 2), ("mlp_only_layers", [0]), ("num_experts", None)],
+    [
+        ("norm_topk_prob", False),
+        ("decoder_sparse_step", 0),
+        ("mlp_only_layers", "0"),
+        ("mlp_only_layers", [*range(48)]),
+        ("num_experts", None),
+    ],
 )
 def test_other_mixtures_are_refused(key: str, value: object) -> None:
     problems = refused(read_model, PUBLISHED | {key: value})
     assert [problem.key for problem in problems] == [key]
+
+
+@pytest.mark.parametrize(
+    ("keys", "dense"),
+    [
+        ({"mlp_only_layers": [0, 3]}, {0, 3}),
+        ({"decoder_sparse_step": 2}, {*range(0, 48, 2)}),
+        ({"decoder_sparse_step": 3, "mlp_only_layers": [2]}, {*range(48)} - {*range(5, 48, 3)}),
+    ],
+)
+def test_layers_without_experts_are_those_of_transformers(keys: dict[str, object], dense: set[int]) -> None:
+    """Its own model, without memory for the weights, has the tensors of the model that is read, of the same shapes."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    small = {"num_experts": 4, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "vocab_size": 8}
+    tree = PUBLISHED | small | keys
+    model = ModelConfig(name="", **read_model(tree))  # type: ignore[arg-type]
+    with torch.device("meta"):
+        theirs = Qwen3MoeForCausalLM(Qwen3MoeConfig(**tree)).state_dict()
+    ours = {name: unit_shape(unit, model) for unit, name in tensor_names(model).items()}
+    assert {int(name.split(".")[2]) for name in ours if ".mlp.up_proj" in name} == dense
+    stacks = {name for name in theirs if ".experts." in name}
+    assert {name: tuple(theirs[name].shape) for name in theirs.keys() - stacks} == {
+        name: shape for name, shape in ours.items() if ".experts." not in name
+    }
+    assert {int(name.split(".")[2]) for name in stacks} == {*range(48)} - dense
+    written = config_json(model, dtype="bfloat16", max_positions=40960)
+    assert read_model(written) == read_model(tree)
 
 
 def _stacked(weights: Weights, experts: int) -> Weights:

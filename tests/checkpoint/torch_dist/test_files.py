@@ -40,6 +40,7 @@ QWEN3 = (
 FEW_IDS = (*QWEN3, "model.vocab_size=128", "data=prepared", "data.path=text")
 """A model with fewer ids than the tokenizers of built-in text."""
 EXPERTS = (*QWEN3, "model.num_experts=4", "model.ffn_hidden_size=96", "model.balancing_loss=global")
+SECOND = ("model.moe_layer_freq=[0,1]", "model.dense_ffn_hidden_size=160")
 LLAMA = (*QWEN3, "model.qk_norm=false", "model.tied_embeddings=false", "train.precision=bf16")
 
 
@@ -93,6 +94,7 @@ def done(*words: str | Path) -> str:
         pytest.param(LLAMA, "adamw", id="llama-adamw"),
         pytest.param(FEW_IDS, "muon", id="128-ids"),
         pytest.param(EXPERTS, "muon", id="experts-muon"),
+        pytest.param((*EXPERTS, *SECOND), "muon", id="experts-in-the-second-layer"),
         pytest.param(EXPERTS, "adamw", id="experts-adamw", marks=pytest.mark.sweep),
         pytest.param(QWEN3, "adamw", id="qwen3-adamw", marks=pytest.mark.sweep),
         pytest.param(LLAMA, "muon", id="llama-muon", marks=pytest.mark.sweep),
@@ -273,7 +275,10 @@ FORGED: dict[str, tuple[Callable[[Path], None], int, str]] = {
     "half of the arguments": (lambda folder: _cut(folder / "common.pt"), 5, "common.pt"),
     "outside": (_index(_elsewhere), 5, "its file is not in this folder"),
     "experts": (_arguments(num_experts=4), 2, "decoder.layers.1.mlp.router.weight the checkpoint has no such tensor"),
-    "experts in some layers": (_arguments(num_experts=4, moe_layer_freq=2), 2, "all layers are the same"),
+    "experts in some layers": (
+        _arguments(num_experts=4, moe_layer_freq=2), 2, "decoder.layers.0.mlp.router.weight the checkpoint has no such"
+    ),
+    "experts in no layer": (_arguments(num_experts=4, moe_layer_freq=[0, 0]), 2, "moe_layer_freq"),
     "biases": (_arguments(add_bias_linear=True), 2, "only models without parts of GPT-2"),
     "other layers": (_arguments(num_layers=3), 2, "shape [2, 64, 64]"),
     "samples below zero": (_counts(samples=-8), 5, "consumed_train_samples is -8"),

@@ -120,6 +120,6 @@ def test_activations_have_every_copy_of_a_token() -> None:
     dense = replace(RUN, model=replace(RUN.model, num_experts=0, ffn_hidden_size=CHOSEN * FFN))
     for ep, copies in ((1, 1), (4, 2)):
         of_experts, of_dense = (
-            layer_activations(run.setup, family_of(run.model), layout(ep, tp=2), "none") for run in (RUN, dense)
+            layer_activations(run.setup, run.model, layout(ep, tp=2), "none") for run in (RUN, dense)
         )
         assert of_experts - of_dense == 2 * TOKENS * CHOSEN * 2 * HIDDEN // copies

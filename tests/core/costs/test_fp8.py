@@ -13,7 +13,7 @@ from canzona_cli.core.costs.model import preparation_seconds
 from canzona_cli.core.costs.modules import ModuleTimes
 from canzona_cli.core.costs.update import matmul_rate, memory_rate
 from canzona_cli.core.fields import Fp8Recipe
-from canzona_cli.core.model.families import family_of, parameter_count
+from canzona_cli.core.model.families import parameter_count
 from canzona_cli.core.model.fp8 import FP8_UNITS, fp8_sides
 from canzona_cli.core.simulate.possible import possible_layouts
 from tests.refusals import refused
@@ -33,9 +33,8 @@ def test_a_matmul_takes_the_time_of_fp8_and_casts_its_input_and_the_gradient_of_
 ) -> None:
     bf16, fp8 = (_config(f"train.fp8={chosen}").setup for chosen in ("none", recipe))
     tokens, cluster = 4096, bf16.cluster
-    [before], [after] = (
-        [module for module in ModuleTimes(setup, layout(dp=8)).layer() if module.part == "fc2"] for setup in (bf16, fp8)
-    )
+    layers = (ModuleTimes(setup, layout(dp=8)).layer(setup.model) for setup in (bf16, fp8))
+    [before], [after] = ([module for module in layer if module.part == "fc2"] for layer in layers)
     flops, side = 2.0 * tokens * F * H, (tokens * F * H) ** (1 / 3)
     saved = flops / matmul_rate(cluster, side, "bf16") - flops / matmul_rate(cluster, side, "fp8")
     cast, cast_back = (cast_bytes * tokens * width / memory_rate(cluster) for width in (F, H))
@@ -53,8 +52,8 @@ def test_the_sustained_rate_of_fp8_is_below_twice_that_of_bf16() -> None:
 def test_inputs_of_matmuls_are_kept_in_one_byte_and_weights_twice_more() -> None:
     bf16, fp8 = (_config(f"train.fp8={chosen}").setup for chosen in ("none", "delayed"))
     place = layout(dp=8)
-    tokens, family = micro_batch_tokens(bf16, place), family_of(bf16.model)
-    kept, kept_fp8 = (layer_activations(setup, family, place, "none") for setup in (bf16, fp8))
+    tokens = micro_batch_tokens(bf16, place)
+    kept, kept_fp8 = (layer_activations(setup, setup.model, place, "none") for setup in (bf16, fp8))
     # Inputs of qkv, fc1 and fc2; that of proj is kept by core attention in bf16 as well.
     assert kept - kept_fp8 == tokens * (2 * H + F - Q)
     matrices = 36 * (H * (Q + 2 * KV) + Q * H + 3 * H * F)

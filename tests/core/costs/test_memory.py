@@ -231,7 +231,7 @@ def test_capacity_leaves_out_what_is_reserved() -> None:
 def test_balancing_stays_within_a_matrix_of_the_mean(
     shapes: tuple[tuple[int, int], ...], layers: int, cells: int, natural_order: bool
 ) -> None:
-    held = balanced_placement(tuple((shape, 1) for shape in shapes), layers, cells, natural_order=natural_order)
+    held = balanced_placement(((tuple((shape, 1) for shape in shapes), layers),), cells, natural_order=natural_order)
     total, largest = layers * sum(r * c for r, c in shapes), max(r * c for r, c in shapes)
     assert max(largest, total / cells) <= held.worst <= total / cells + largest
     assert sum(count * r * c for (r, c), count in held.worst_shapes.items()) == held.worst
@@ -250,7 +250,7 @@ def test_equal_matrices_are_placed_together_as_one_by_one(
         cell = loads.index(min(loads))
         loads[cell] += rows * cols
         contents[cell][rows, cols] += 1
-    held = balanced_placement(tuple((shape, 1) for shape in shapes), layers, cells, natural_order=False)
+    held = balanced_placement(((tuple((shape, 1) for shape in shapes), layers),), cells, natural_order=False)
     assert held.worst == max(loads)
     assert held.worst_shapes == contents[loads.index(max(loads))]
 

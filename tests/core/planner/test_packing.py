@@ -104,7 +104,7 @@ def test_layerwise_counts_what_megatron_lays_out(size: Size, tp: int, shards: in
         first, last = buckets[bucket_id]
         loads[(start - first) * shards // (last - first)] += end - start
 
-    held = layerwise_placement(sizes, shape.num_layers, shards, bucket)
+    held = layerwise_placement(((sizes, shape.num_layers),), shards, bucket)
 
     assert held.padded == buckets[-1][1]
     assert held.worst == max(loads)
