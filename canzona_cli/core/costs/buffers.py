@@ -71,14 +71,18 @@ class StageWeights:
 def stage_weights(setup: Setup, layout: Layout, stage: int) -> StageWeights:
     """Counts the elements that a rank of `stage` stores. With pp > 1, a tied output layer is a second copy of
     the embedding."""
-    model = setup.model
-    first, last = stage == 0, stage == layout.pp - 1
-    chunks = (chunk_layers(model.num_layers, layout, stage, chunk) for chunk in range(layout.vpp))
+    return _stage_weights(setup.model, layout.tp, layout.pp, layout.vpp, layout.ep, stage)
+
+
+@lru_cache(maxsize=4096)
+def _stage_weights(model: ModelConfig, tp: int, pp: int, vpp: int, ep: int, stage: int) -> StageWeights:
+    first, last, mesh = stage == 0, stage == pp - 1, Layout.plain(pp=pp, vpp=vpp)
+    chunks = (chunk_layers(model.num_layers, mesh, stage, chunk) for chunk in range(vpp))
     counts = count_layers(model, chunks)
-    of_layer = {kind: _layer_weights(kind, layout.tp, layout.ep) for kind in counts}
+    of_layer = {kind: _layer_weights(kind, tp, ep) for kind in counts}
     cut, experts, small = (sum(n * of_layer[kind][part] for kind, n in counts.items()) for part in (0, 1, 3))
     largest = max(weights[2] for weights in of_layer.values())
-    vocabulary = model.vocab_size * model.hidden_size // layout.tp
+    vocabulary = model.vocab_size * model.hidden_size // tp
     copies = int(first) + int(last and not (first and model.tied_embeddings))
     return StageWeights(
         matrices=cut + experts,
