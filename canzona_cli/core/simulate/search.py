@@ -191,7 +191,7 @@ def _fastest_within(setup: Setup, groups: Sequence[LayoutGroup], limit: int, cou
         """Returns the estimate above which no layout is simulated."""
         return -math.inf if best and simulated >= simulations else margin * slowest_s()
 
-    for layout in _fastest_first(setup, groups, limit, latest_s):
+    for _, layout in _fastest_first(setup, groups, limit, latest_s):
         not_recomputed = replace(layout, recompute="none")
         if without_recomputation_s.get(not_recomputed, 0.0) > slowest_s():
             continue
@@ -216,9 +216,9 @@ def _simulation_limit(setup: Setup) -> float:
 
 def _fastest_first(
     setup: Setup, groups: Iterable[LayoutGroup], limit: int, latest_s: Callable[[], float]
-) -> Iterator[Layout]:
-    """Yields the layouts that need at most `limit` bytes and whose estimated seconds per sequence are at most
-    `latest_s`, which may become less while layouts are yielded, fastest first.
+) -> Iterator[tuple[float, Layout]]:
+    """Yields the layouts that need at most `limit` bytes with their estimated seconds per sequence, fastest
+    first, up to those of `latest_s`, which may become less from layout to layout.
 
     Layouts that differ only in pp, vpp and dp have a lower bound in common, and enter the queue once it is the lowest.
     A layout enters with a lower bound of its estimate. When it is first in the queue and fits, it
@@ -261,7 +261,7 @@ def _fastest_first(
             if len(group.recomputes) > 1:
                 add(group.without(1), 0, seconds)
         else:
-            yield group.first
+            yield seconds, group.first
 
 
 @dataclass(frozen=True, kw_only=True)
