@@ -78,12 +78,17 @@ class StageWeights:
 def stage_weights(setup: Setup, layout: Layout, stage: int) -> StageWeights:
     """Counts the elements that a rank of `stage` stores. With pp > 1, a tied output layer is a second copy of
     the embedding."""
-    model = setup.model
-    first, last = stage == 0, stage == layout.pp - 1
-    of_blocks = [(n, _layer_weights(kind, layout.tp, layout.ep)) for kind, n in stage_blocks(model, layout, stage)]
+    return _stage_weights(setup.model, layout.tp, layout.pp, layout.vpp, layout.ep, stage)
+
+
+@lru_cache(maxsize=4096)
+def _stage_weights(model: ModelConfig, tp: int, pp: int, vpp: int, ep: int, stage: int) -> StageWeights:
+    first, last = stage == 0, stage == pp - 1
+    blocks = stage_blocks(model, Layout.plain(pp=pp, vpp=vpp), stage)
+    of_blocks = [(n, _layer_weights(kind, tp, ep)) for kind, n in blocks]
     cut, experts, small = (sum(n * weights[part] for n, weights in of_blocks) for part in (0, 1, 3))
     largest = max(weights[2] for _, weights in of_blocks)
-    vocabulary = model.vocab_size * model.hidden_size // layout.tp
+    vocabulary = model.vocab_size * model.hidden_size // tp
     copies = int(first) + int(last and not (first and model.tied_embeddings))
     return StageWeights(
         matrices=cut + experts,

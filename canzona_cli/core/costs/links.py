@@ -99,7 +99,9 @@ class Transfer(NamedTuple):
         shared = self.link == other.link or not self.link_s * other.link_s
         link_s = self.link_s + other.link_s if shared else longer.link_s
         seconds = self.seconds + other.seconds
-        cores = (self.cores * self.seconds + other.cores * other.seconds) / seconds if seconds else 0.0
+        cores = 0.0
+        if seconds and (self.cores or other.cores):
+            cores = (self.cores * self.seconds + other.cores * other.seconds) / seconds
         return Transfer(latency_s=seconds - link_s, link=longer.link, link_s=link_s, cores=cores)
 
 

@@ -143,15 +143,22 @@ def least_recomputed(setup: Setup, layouts: Sequence[Layout], limit: int) -> int
         layouts: layouts that differ only in recomputation, in order of increasing recomputation, which never needs more
             memory.
     """
-    algorithm, stages = algorithm_of(setup), _fullest_stages(layouts[0])
-    # The same for all layouts, and usually too much for layouts that do not fit.
-    left = {stage: limit - sum(_lasting_parts(setup, algorithm, layouts[0], stage)) for stage in stages}
+    algorithm, stages, left = algorithm_of(setup), _fullest_stages(layouts[0]), dict[int, int]()
+    # What lasts is the same for all layouts, and usually too much for layouts that do not fit, often already the
+    # weights, which are counted fastest.
+    weights = [stage_weights(setup, layouts[0], stage) for stage in stages]
+    if setup.train.weight_bytes * max(each.matrices + each.others for each in weights) > limit:
+        return None
+    for stage in stages:
+        left[stage] = limit - sum(_lasting_parts(setup, algorithm, layouts[0], stage))
+        if left[stage] < 0:
+            return None
 
     def fits(layout: Layout) -> bool:
         needed = transients(setup, algorithm, layout, left)
         return all(sum(each.parts().values()) <= spare for each, spare in zip(needed, left.values(), strict=True))
 
-    if min(left.values()) < 0 or not fits(layouts[-1]):
+    if not fits(layouts[-1]):
         return None
     return next((place for place, layout in enumerate(layouts[:-1]) if fits(layout)), len(layouts) - 1)
 

@@ -189,7 +189,7 @@ class ModuleTimes:
         computed_s = products_s + cast_s + core_s + self._memory_s * moved_elements
         computed_back_s = 2 * products_s + cast_back_s + core_backward_s + 2 * self._memory_s * moved_elements
         forward_s, backward_s = self._on_slowest_gpu(computed_s, computed_back_s + self._accumulate_s * weights, starts)
-        core_again_s, _ = self._on_slowest_gpu(core_s, 0.0, starts=0.0)
+        core_again_s, _ = self._on_slowest_gpu(core_s, 0.0, starts=0.0) if core_s else (0.0, 0.0)
         dispatched = work.experts > 1 and layout.ep > 1
         if dispatched:
             transfer = transfer_back = dispatch(config, layout)

@@ -316,10 +316,10 @@ def _slow_down(
         computing: the index, start and end of each task.
         transfers: the start and end of each transfer.
     """
-    done = 0  # the number of transfers that ended before the task
+    done, count = 0, len(transfers)  # the number of transfers that ended before the task, and of all
     for index, start, end in computing:
         overlap_s = 0.0
-        for place in range(done, len(transfers)):
+        for place in range(done, count):
             transfer_start, transfer_end = transfers[place]
             if transfer_start >= end:
                 break
@@ -329,5 +329,5 @@ def _slow_down(
                 done += 1
         if overlap_s:
             seconds[index] += share * overlap_s
-        elif done == len(transfers):
+        elif done == count:
             break

@@ -102,8 +102,7 @@ class UpdateTime(NamedTuple):
 def summed(times: Iterable[UpdateTime]) -> UpdateTime:
     """Adds up the times of a rank's updates. The rank is done after `alone_s` of the sum, so the launches of
     small matrices are hidden while large ones are updated."""
-    both = [*times]
-    return UpdateTime(math.fsum(time.device_s for time in both), math.fsum(time.host_s for time in both))
+    return UpdateTime(*map(math.fsum, zip(UpdateTime(0.0), *times, strict=True)))
 
 
 @lru_cache(maxsize=64)

@@ -7,6 +7,7 @@ are in `canzona_cli.core.megatron.layers`. Parameters have Megatron's names, wit
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Literal
 
 from canzona_cli.core.setup import ModelConfig
@@ -72,6 +73,7 @@ class Weight:
     def shard_dim(self) -> Literal[0, 1]:
         return 1 if self.cut == "cols" else 0
 
+    @lru_cache(maxsize=1024)  # noqa: B019 - there are few weights
     def stored(self, tp: int) -> "Weight":
         """Returns the part of the weight that each TP rank stores, as a weight."""
         match self.cut:

@@ -20,6 +20,7 @@ from canzona_cli.core.planner.exposure import Exposure, Outline
 from canzona_cli.core.planner.groups import Grouping
 from canzona_cli.core.planner.pipeline import HostedPipeline
 from canzona_cli.core.planner.plan import Assignment, Bucket, Cell, Plan, PlanSettings, SameObject, Subject
+from canzona_cli.core.planner.reduction import with_ways
 from canzona_cli.core.planner.seats import renumber_owners
 
 SHARING_GAIN = 1.03
@@ -248,7 +249,7 @@ class Attempt:
         reduced = _first_fastest(reducing_s)
         gathered = _first_fastest(gathering_s)
         chosen = tuple(
-            replace(reduced_bucket, gathering=gathered_bucket.gathering)
+            with_ways(reduced_bucket, reduced_bucket.reduction, gathered_bucket.gathering)
             for reduced_bucket, gathered_bucket in zip(alternatives[reduced], alternatives[gathered], strict=True)
         )
         seconds = rounded(reducing_s[reduced] + gathering_s[gathered])
@@ -275,7 +276,7 @@ class Attempt:
             typical[Pool(bucket.stage, bucket.expert_rank)].append(bucket)
         made = buckets(self._members, candidate.assignment, self._layout, self._settings, candidate.limit)
         return tuple(
-            replace(bucket, reduction=typical_bucket.reduction, gathering=typical_bucket.gathering)
+            with_ways(bucket, typical_bucket.reduction, typical_bucket.gathering)
             for place, of_pool in groupby(made, lambda bucket: Pool(bucket.stage, bucket.expert_rank))
             for bucket, typical_bucket in zip(of_pool, typical[alike[place]], strict=True)
         )

@@ -9,7 +9,7 @@ also bounds the bytes that a rank sends, because a rank sends 1 / tp of each mat
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from canzona_cli.core.costs.sharing import SharedCost
@@ -18,7 +18,7 @@ from canzona_cli.core.model.matrices import Matrix
 from canzona_cli.core.planner.buckets import alike_stages, pool_matrices
 from canzona_cli.core.planner.paper import paper_groups
 from canzona_cli.core.planner.pipeline import HostedPipeline, Job, make_jobs
-from canzona_cli.core.planner.plan import Assignment, MicroGroup, PlanSettings
+from canzona_cli.core.planner.plan import Assignment, MicroGroup, PlanSettings, SameObject
 
 _MIB = 1 << 20
 LARGEST = 2
@@ -96,6 +96,7 @@ class Grouping:
     ) -> None:
         self._matrices, self._costs, self._settings, self._pipeline = matrices, costs, settings, pipeline
         self._cache: dict[Hashable, tuple[float, list[tuple[int, ...]]]] = {}
+        self._of_assignments: dict[Hashable, list[tuple[int, int, float, list[Group]]]] = {}
 
     def micro_groups(self, assignment: Assignment) -> tuple[MicroGroup, ...]:
         """Returns the micro-groups of every owner in order of execution.
@@ -112,20 +113,25 @@ class Grouping:
         check_capacity(self._matrices, self._pipeline.tp, self._settings, self._pipeline.element_bytes)
         return tuple(
             MicroGroup(stage=stage, owner=owner, index=index, matrices=group)
-            for stage, owner, _, groups in self._find_all(assignment)
+            for stage, owner, _, groups in self._owners(assignment)
             for index, group in enumerate(groups)
         )
 
     def slowest_owner_seconds(self, assignment: Assignment) -> float:
         """Returns the update seconds of the slowest owner of all stages, as computed by `pipeline.Clock`."""
-        return max(seconds for _, _, seconds, _ in self._find_all(assignment))
+        return max(seconds for _, _, seconds, _ in self._owners(assignment))
 
-    def _find_all(self, assignment: Assignment) -> Iterator[tuple[int, int, float, list[Group]]]:
-        """Yields each stage and owner, with the owner's update seconds and its groups."""
-        jobs = held_jobs(self._matrices, self._costs, assignment)
-        experts_s = expert_seconds(self._matrices, self._costs, assignment, self._pipeline)
-        for stage, owner in sorted(jobs.keys() | experts_s.keys()):
-            yield stage, owner, *self.find(jobs.get((stage, owner), []), experts_s.get((stage, owner), ()))
+    def _owners(self, assignment: Assignment) -> list[tuple[int, int, float, list[Group]]]:
+        """Lists each stage and owner, with the owner's update seconds and its groups."""
+        key = SameObject(assignment)
+        if key not in self._of_assignments:
+            jobs = held_jobs(self._matrices, self._costs, assignment)
+            experts_s = expert_seconds(self._matrices, self._costs, assignment, self._pipeline)
+            self._of_assignments[key] = [
+                (stage, owner, *self.find(jobs.get((stage, owner), []), experts_s.get((stage, owner), ())))
+                for stage, owner in sorted(jobs.keys() | experts_s.keys())
+            ]
+        return self._of_assignments[key]
 
     def find(self, jobs: Sequence[Job], experts_s: Sequence[float] = ()) -> tuple[float, list[Group]]:
         """Returns an owner's update seconds, as computed by `pipeline.Clock`, and its groups.

@@ -21,6 +21,7 @@ All sizes are in bytes on one rank.
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import attrgetter
 from types import MappingProxyType
 
 from canzona_cli.core.costs.buffers import stage_weights, transient, weight_copies
@@ -100,7 +101,7 @@ def _engine_buffers(setup: Setup, of_plan: SameObject[Plan], stage: int) -> list
         # Most of the thousands of owners have the same matrices as another owner.
         key = (
             tuple(tuple((_buffer_key(job.matrix), job.host, job.shared_cost) for job in group) for group in groups),
-            tuple(tuple(map(_buffer_key, of_host)) for of_host in experts[row]),
+            tuple(tuple(map(_EXPERT_KEY, of_host)) for of_host in experts[row]),
         )
         if key not in cache:
             cache[key] = list(_buffers_of_owner(setup, plan.subject.optimizer, copies, groups, experts[row]))
@@ -111,6 +112,10 @@ def _engine_buffers(setup: Setup, of_plan: SameObject[Plan], stage: int) -> list
 def _buffer_key(matrix: Matrix) -> Hashable:
     """Returns a key of all properties of a matrix on which its buffers depend."""
     return matrix.shape, matrix.kind, matrix.shard_dim, matrix.home, _is_head(matrix)
+
+
+_EXPERT_KEY = attrgetter("shape", "kind")
+"""The `_buffer_key` of an expert with an `expert_rank`, whose other properties are always the same."""
 
 
 @dataclass(frozen=True, kw_only=True)

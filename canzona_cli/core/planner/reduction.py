@@ -219,7 +219,14 @@ def uniform_buckets(buckets: Iterable[Bucket], settings: PlanSettings) -> tuple[
     """Returns the buckets, all reduced and gathered in the same way: as `engine.reduction` says or, if it is
     not set, with a collective for each owner's range."""
     way = settings.reduction or "reduce"
-    return tuple(replace(bucket, reduction=way, gathering=GATHERED[way]) for bucket in buckets)
+    return tuple(with_ways(bucket, way, GATHERED[way]) for bucket in buckets)
+
+
+def with_ways(bucket: Bucket, reduction: Reduction, gathering: Gathering) -> Bucket:
+    """Returns a bucket that is reduced and gathered in these ways; the same object if it already is."""
+    if bucket.reduction == reduction and bucket.gathering == gathering:
+        return bucket
+    return replace(bucket, reduction=reduction, gathering=gathering)
 
 
 class ReductionModel:
@@ -291,7 +298,7 @@ class ReductionModel:
         yield chosen
         if settings.reduction or not self.rings:
             return
-        rings = tuple(replace(bucket, reduction="ring", gathering="ring") for bucket in chosen)
+        rings = tuple(with_ways(bucket, "ring", "ring") for bucket in chosen)
         yield from (way for way in (rings, uniform_buckets(buckets, settings)) if way != chosen)
 
     def estimate(self, elements: int, largest: int, kind: Native, *, experts: bool) -> Transfer:
@@ -326,10 +333,8 @@ class ReductionModel:
         reducing = _choose_chains(reduced, self._ring_seconds(buckets, reduced, "reduce_scatter"))
         gathering = _choose_chains(gathered[::-1], self._ring_seconds(buckets, gathered, "all_gather")[::-1])[::-1]
         for bucket, reduced_by_chain, gathered_by_chain in zip(buckets, reducing, gathering, strict=True):
-            yield replace(
-                bucket,
-                reduction="reduce" if reduced_by_chain else "ring",
-                gathering="broadcast" if gathered_by_chain else "ring",
+            yield with_ways(
+                bucket, "reduce" if reduced_by_chain else "ring", "broadcast" if gathered_by_chain else "ring"
             )
 
     def _ring_seconds(self, buckets: Sequence[Bucket], chains: Sequence[Transfer], kind: Native) -> list[float]:

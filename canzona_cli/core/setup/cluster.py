@@ -37,10 +37,11 @@ class HashedOnce:
     hash."""
 
     def __hash__(self) -> int:
-        if "_hash" not in self.__dict__:
+        value: int | None = self.__dict__.get("_hash")
+        if value is None:
             hashed = [field.name for field in fields(self) if field.hash is not False]  # type: ignore[arg-type]
-            self.__dict__["_hash"] = hash(tuple(getattr(self, name) for name in hashed))
-        return int(self.__dict__["_hash"])
+            value = self.__dict__["_hash"] = hash(tuple(getattr(self, name) for name in hashed))
+        return value
 
 
 @dataclass(frozen=True, kw_only=True)

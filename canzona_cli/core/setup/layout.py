@@ -4,11 +4,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from canzona_cli.core.fields import Count, Ranks
+from canzona_cli.core.setup.cluster import HashedOnce
 from canzona_cli.core.setup.training import Recompute
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mesh:
+class Mesh(HashedOnce):
     """The ranks of a job along each parallel axis: `gpus == tp * pp * cp * dp`. A plan is made for a mesh.
 
     Each rank of a stage is a cell: cell `owner * tp + host` is the owner-th data- and context-parallel rank
@@ -25,6 +26,8 @@ class Mesh:
     ep: Ranks = 1
     """The number of a pipeline stage's ranks among which a layer's experts are divided. Expert parallelism is
     not a separate axis: the rank in cell c has the experts of expert-parallel rank `c % ep`."""
+
+    __hash__ = HashedOnce.__hash__
 
     @property
     def owners(self) -> int:
@@ -94,6 +97,8 @@ class Layout(Mesh):
     """The number of sequences in a step: `dp * micro_batch_size * num_microbatches`."""
     recompute: Recompute
     sequence_parallel: bool
+
+    __hash__ = HashedOnce.__hash__
 
     @classmethod
     def plain(

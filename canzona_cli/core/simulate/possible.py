@@ -4,6 +4,7 @@ Whether they fit in memory is not asked here."""
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from canzona_cli.core.errors import ConfigError, Problem, problem_with, refuse, with_own_values
@@ -58,19 +59,36 @@ class LayoutGroup(NamedTuple):
         return self._replace(recomputes=self.recomputes[count:])
 
     def _layout(self, recompute: Recompute) -> Layout:
-        return Layout(
-            tp=self.tp,
-            pp=self.pp,
-            vpp=self.vpp,
-            cp=self.cp,
-            dp=self.dp,
-            ep=self.ep,
-            micro_batch_size=self.micro_batch_size,
-            num_microbatches=self.global_batch_size // (self.dp * self.micro_batch_size),
-            global_batch_size=self.global_batch_size,
-            recompute=recompute,
-            sequence_parallel=self.sequence_parallel,
-        )
+        return _layout(*self[:-1], recompute)
+
+
+@lru_cache(maxsize=16_384)
+def _layout(
+    tp: int,
+    pp: int,
+    vpp: int,
+    cp: int,
+    dp: int,
+    ep: int,
+    micro_batch_size: int,
+    global_batch_size: int,
+    sequence_parallel: bool,
+    recompute: Recompute,
+) -> Layout:
+    """Makes a layout once, because a search asks for it several times and it is a key of caches."""
+    return Layout(
+        tp=tp,
+        pp=pp,
+        vpp=vpp,
+        cp=cp,
+        dp=dp,
+        ep=ep,
+        micro_batch_size=micro_batch_size,
+        num_microbatches=global_batch_size // (dp * micro_batch_size),
+        global_batch_size=global_batch_size,
+        recompute=recompute,
+        sequence_parallel=sequence_parallel,
+    )
 
 
 def possible_layouts(setup: Setup) -> list[Layout]:

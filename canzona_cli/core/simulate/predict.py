@@ -114,7 +114,8 @@ def workload_without_plan(setup: Setup, layout: Layout, strategy: AnyStrategy, m
 def assign_layerwise(
     matrices: Sequence[Matrix], layout: Layout, bucket_elements: int | None
 ) -> tuple[Assignment, tuple[Bucket, ...]]:
-    """Returns the owners and buckets of `LayerWiseDistributedOptimizer` in megatron-core 0.19.
+    """Returns the owners and buckets of `LayerWiseDistributedOptimizer` in megatron-core 0.19. Of the buckets of
+    experts, only those of the first expert-parallel rank are included.
 
     Whole parameters are packed into shards, which are padded to equal sizes (`lay_out`). Experts that are
     divided among ranks have separate buffers, and their cells are those of the ranks that store them. All
@@ -144,8 +145,9 @@ def assign_layerwise(
         cell_of = cells_of[pool.expert_rank]
         for matrix, owner in zip(matrices_of_pool, owners, strict=True):
             cells[matrix.index] = cell_of[owner]
-        buckets += copy_buckets(of_pool, members[first], matrices_of_pool, pool, bucket_counts[pool.stage])
-        bucket_counts[pool.stage] += len(of_pool)
+        if pool.expert_rank in (None, 0):
+            buckets += copy_buckets(of_pool, members[first], matrices_of_pool, pool, bucket_counts[pool.stage])
+            bucket_counts[pool.stage] += len(of_pool)
     return Assignment(cells=tuple(cells)), tuple(buckets)
 
 

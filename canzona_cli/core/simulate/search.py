@@ -8,7 +8,7 @@ high.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
@@ -182,12 +182,18 @@ def _fastest_within(setup: Setup, groups: Sequence[LayoutGroup], limit: int, cou
     simulated = 0
     simulations = max(count, _simulation_limit(setup))
     margin = MARGIN_WITH_EXPERTS if setup.model.num_experts else MARGIN
-    for estimated_s, layout in _fastest_first(setup, groups, limit):
-        slowest_s = max(sorted(best)[:count]) * (1 + EQUAL_WITHIN) if len(best) >= count else math.inf
-        if estimated_s > margin * slowest_s or (best and simulated >= simulations):
-            break
+
+    def slowest_s() -> float:
+        """Returns the seconds above which a layout is not one of the `count` fastest."""
+        return max(sorted(best)[:count]) * (1 + EQUAL_WITHIN) if len(best) >= count else math.inf
+
+    def latest_s() -> float:
+        """Returns the estimate above which no layout is simulated."""
+        return -math.inf if best and simulated >= simulations else margin * slowest_s()
+
+    for _, layout in _fastest_first(setup, groups, limit, latest_s):
         not_recomputed = replace(layout, recompute="none")
-        if without_recomputation_s.get(not_recomputed, 0.0) > slowest_s:
+        if without_recomputation_s.get(not_recomputed, 0.0) > slowest_s():
             continue
         simulated += 1
         result = _simulate(setup, layout)
@@ -208,9 +214,11 @@ def _simulation_limit(setup: Setup) -> float:
     return MAX_SIMULATIONS if many or setup.gpus > EXHAUSTIVE_RANKS else math.inf
 
 
-def _fastest_first(setup: Setup, groups: Iterable[LayoutGroup], limit: int) -> Iterator[tuple[float, Layout]]:
+def _fastest_first(
+    setup: Setup, groups: Iterable[LayoutGroup], limit: int, latest_s: Callable[[], float]
+) -> Iterator[tuple[float, Layout]]:
     """Yields the layouts that need at most `limit` bytes with their estimated seconds per sequence, fastest
-    first.
+    first, up to those of `latest_s`, which may become less from layout to layout.
 
     Layouts that differ only in pp, vpp and dp have a lower bound in common, and enter the queue once it is the lowest.
     A layout enters with a lower bound of its estimate. When it is first in the queue and fits, it
@@ -242,6 +250,8 @@ def _fastest_first(setup: Setup, groups: Iterable[LayoutGroup], limit: int) -> I
                 add(group, 0, least_s)
             continue
         seconds, level, _, group = heappop(queue)
+        if seconds > latest_s():
+            return
         if level == 0:
             place = least_recomputed(setup, group.layouts, limit)
             if place is not None:

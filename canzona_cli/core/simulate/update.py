@@ -237,7 +237,7 @@ class UpdateModel:
 def pace_of(times: Sequence[UpdateTime]) -> float:
     """Returns the seconds of a rank's updates relative to the sum of the seconds that each takes alone. It is
     less than 1 if the launches of some matrices are hidden while others are updated."""
-    alone_s = math.fsum(time.alone_s for time in times)
+    alone_s = math.fsum(map(max, times))  # `alone_s` of each, computed faster
     return summed(times).alone_s / alone_s if alone_s else 1.0
 
 

@@ -1,5 +1,6 @@
 """The search returns what simulating every legal layout would, without simulating them."""
 
+import math
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import replace
@@ -117,10 +118,12 @@ def test_a_larger_micro_batch_is_not_cut_into_slices() -> None:
 def test_layouts_come_in_the_order_of_their_estimates(overrides: tuple[str, ...]) -> None:
     """A lower bound says which layout is estimated next, so it must not exceed the estimate."""
     config = compose_run([*overrides, "parallel.pp=2"], training=False).config
-    limit = capacity(config.setup)
-    found = list(islice(search._fastest_first(config.setup, possible.layout_groups(config.setup), limit), 6))
+    limit, groups = capacity(config.setup), possible.layout_groups(config.setup)
+    found = list(islice(search._fastest_first(config.setup, groups, limit, lambda: math.inf), 6))
     assert all(estimate(config.setup, layout).total <= limit for _, layout in found)
     assert [seconds for seconds, _ in found] == sorted(seconds for seconds, _ in found)
+    latest_s = found[1][0]
+    assert list(search._fastest_first(config.setup, groups, limit, lambda: latest_s)) == found[:2]
     for layout in possible.possible_layouts(config.setup):
         least_s = least_step_seconds(config.setup, layout)
         assert least_sequence_seconds(config.setup, layout) * layout.global_batch_size <= least_s
