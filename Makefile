@@ -26,9 +26,10 @@ $(STAMP):
 	@cat $(INSTALLED) > $@
 
 # qwen3-tiny on four CPU ranks, two-way tensor and two-way data parallel, on the standard library's own sources. At the end
-# the model writes a text, and its loss is compared with the recipe's card.
+# its loss is compared with the recipe's card, and the model writes a text.
 demo: setup
-	$(BIN)/canzona train recipe=qwen3-tiny gpus=4 parallel.tp=2 train.sample_every=120 "train.sample_prompt='    def test_'"
+	$(BIN)/canzona train recipe=qwen3-tiny gpus=4 parallel.tp=2
+	$(BIN)/canzona generate --prompt '    def test_' --temperature 0.8 --max-new-tokens 48
 
 test: setup
 	scripts/run-tests -m "not sweep and not slurm"

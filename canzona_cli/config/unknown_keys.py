@@ -200,7 +200,10 @@ REMOVED: Final[Mapping[str, str]] = {
     "cluster.rdzv_id": "leave it out: a rendezvous has the name of the run directory",
     "cluster.gpu_hour_price": "multiply the GPU hours that a dry run shows",
     "train.loss_spike_sigmas": "leave it out: a spike is 8 standard deviations above the recent mean",
-    "train.sample_tokens": "leave it out: a sample has at most 48 tokens",
+    **dict.fromkeys(
+        ("train.sample_every", "train.sample_prompt", "train.sample_tokens"),
+        "run `canzona generate RUN --prompt TEXT` on any checkpoint",
+    ),
     "data.tokenizer_vocab_size": "set model.vocab_size: a learned tokenizer has as many entries, but at most 16384",
     "data.cache_dir": "set CANZONA_CACHE=FOLDER in the environment",
     "optimizer.tf32": "set NVIDIA_TF32_OVERRIDE=0 in the environment for matmuls in fp32",

@@ -33,10 +33,7 @@ _HARMLESS = {
     ("model.shared_ffn_hidden_size", 0),
 }
 """The settings and values that are accepted although they have no effect, because they change nothing."""
-_IGNORED = (
-    ("train.sample_prompt", "train.sample_every"),
-    ("train.eval_sequences", "train.eval_interval"),
-)
+_IGNORED = (("train.eval_sequences", "train.eval_interval"),)
 """Pairs of settings: the first has no effect if the second is 0."""
 _FIXED = (
     ("canzona", "alpha", None, "always balances compute"),

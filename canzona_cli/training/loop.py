@@ -23,7 +23,7 @@ from canzona_cli.training.guards import Divergence, DivergenceGuard, LossSpike, 
 from canzona_cli.training.measure import StarvationWatch, StepProfiler, StragglerWatch
 from canzona_cli.training.records import Journal, RankRecord
 from canzona_cli.training.saving import Saver
-from canzona_cli.training.step import Sampler, StepResult, describe_bad_losses, step_rates, train_step, validate
+from canzona_cli.training.step import StepResult, describe_bad_losses, step_rates, train_step, validate
 
 
 class NonFiniteLoss(Diverged):
@@ -68,8 +68,6 @@ class Training:
     start: Start = Start()
     saver: Saver | None = None
     """The writer of checkpoints; None if nothing is saved."""
-    sampler: Sampler | None = None
-    """The writer of sample texts; None if the run does not write samples."""
 
     def __post_init__(self) -> None:
         self.progress = self.start.progress
@@ -220,8 +218,8 @@ class Training:
         self.progress = replace(self.progress, losses=self._spikes.with_recent(self._divergence.memory))
 
     def _save_and_validate(self, step: int, *, save: bool, finished: bool) -> None:
-        """Saves, validates and writes a sample, as far as these are due after a step. After the last step,
-        waits until the checkpoint is complete."""
+        """Saves and validates, as far as these are due after a step. After the last step, waits until the checkpoint
+        is complete."""
         config = self.config
         saver = self.saver if save or (finished and config.checkpoint.at_end) else None
         if saver is not None:
@@ -230,10 +228,6 @@ class Training:
             self.record.watchdog.stage("train")
         if finished or self._validation_due(step):
             self._validate()
-        if self.sampler is not None and (finished or step % config.train.sample_every == 0):
-            self.journal.stage("validate", f"step {step}: a sample")
-            self.journal.sample(step, self.sampler.prompt, self.sampler.text(self.trainee))
-            self.journal.stage("train", f"step {step}")
         if saver is not None and finished:
             self.journal.stage("save", f"step {step}")
             self.record.checkpoint = saver.wait(self.progress)

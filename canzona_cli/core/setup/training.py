@@ -35,8 +35,6 @@ NonFinite = Literal["stop", "skip"]
 Divergence = Literal["stop", "warn"]
 LossSpike = Literal["ignore", "warn", "stop"]
 DecayStyle = Literal["cosine", "wsd", "linear", "constant"]
-TEMPERATURE: Final = 0.8
-"""The temperature of sample texts: the most likely tokens alone soon repeat themselves."""
 Experts = Annotated[int, Range(at_least=0, at_most=1024)]
 Dispatcher = Literal["allgather", "alltoall", "flex"]
 BalancingLoss = Literal["none", "sequence", "global"]
@@ -226,15 +224,6 @@ class TrainConfig:
         " are held out.",
         NOTHING,
     ] = 1024
-    sample_every: Annotated[
-        CountOrZero,
-        f"Steps between text samples from the model (temperature {TEMPERATURE:g}, a fixed seed), shown in the "
-        "live view, events.jsonl and trackers. There is also a sample after the last step. 0: no samples.",
-        NOTHING,
-    ] = 0
-    sample_prompt: Annotated[
-        str | None, "The text that a sample continues; null: none, the sample begins a new document.", NOTHING
-    ] = None
 
     @property
     def weight_bytes(self) -> int:
