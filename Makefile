@@ -9,7 +9,7 @@ GPU_STAMP := $(GPU_VENV)/installed
 # Runs start many Pythons: whatever the environment says, canzona is compiled once and not by each of them.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test test-sweep test-faults test-slurm fuzz mutations exactness gpu-check published figures paper lint typecheck clean
+.PHONY: setup demo test test-sweep test-faults test-slurm fuzz mutations gpu-check published figures paper lint typecheck clean
 
 setup: $(STAMP)
 
@@ -49,14 +49,10 @@ test-sweep: setup
 
 # 300 random runs on real ranks against one process, and small wrong edits of the sources, which tests have to notice.
 fuzz: setup
-	PYTHONPATH=$(CURDIR) $(BIN)/python scripts/fuzz.py 0 300
+	FUZZED=0:300 $(BIN)/python -m pytest -m sweep tests/dist/test_fuzz.py
 
 mutations: setup
 	$(BIN)/python scripts/mutations.py
-
-# How far 20 real steps on each layout are from those of one rank, for every optimizer: a table, and exactness.json.
-exactness: setup
-	$(BIN)/python scripts/exactness.py exactness.json
 
 # Step times that others have published beside what the simulator says of their layouts.
 published: setup

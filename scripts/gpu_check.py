@@ -52,10 +52,6 @@ class Part:
 
 
 PARTS = {
-    "gram": Part(limit_s=60),
-    "graphs": Part(limit_s=60),
-    "fused": Part(limit_s=60),
-    "hot": Part(limit_s=90),
     "demo": Part(limit_s=120),
     "train": Part(limit_s=120, needs="demo"),
     "step": Part(limit_s=100),
@@ -202,13 +198,6 @@ def part_called(name: str) -> Callable[[Setup], Outcome]:
     The function's module is imported here, because some of these modules import torch, which takes as long as a short
     run.
     """
-    if name in ("gram", "graphs", "fused", "hot"):
-        from gpu_parts import alone
-
-        alone_parts: dict[str, Callable[[Setup], Outcome]] = {"hot": alone.hot}
-        for path in alone.COMPARED:
-            alone_parts[path] = partial(alone.fast_path, path=path)
-        return alone_parts[name]
     from gpu_parts import one_gpu, two_gpus
 
     parts: Mapping[str, Callable[[Setup], Outcome]] = {

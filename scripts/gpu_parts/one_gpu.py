@@ -255,7 +255,13 @@ def calibrate(setup: Setup) -> Outcome:
         if profile.get(name) is not None and getattr(shipped, name) is not None
     )
     status: Status = "short" if lacking else "pass"
-    return Outcome(status=status, summary=summary, numbers={"profile": profile}, comparisons=comparisons)
+    return Outcome(
+        status=status,
+        summary=summary,
+        numbers={"profile": profile},
+        comparisons=comparisons,
+        verified=profile["verified"],
+    )
 
 
 def verdict(checks: dict[str, Distance]) -> Status:

@@ -10,10 +10,8 @@ from typing import Any, get_args
 
 import gpu_check
 import pytest
-import torch
-from gpu_check import PARTS, Part, check, part_called
+from gpu_check import PARTS, Part, check
 from gpu_parts import one_gpu, two_gpus
-from gpu_parts.alone import lone_team
 from gpu_parts.outcome import Outcome, Setup
 from gpu_parts.runs import Event, compare_curves, on_device, read_steps
 
@@ -21,7 +19,6 @@ from canzona_cli.core.errors import WorkerCrashed
 from canzona_cli.core.setup import Mode
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
-ALONE = ("gram", "graphs", "fused", "hot")
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -50,8 +47,7 @@ def setup(tmp_path: Path) -> Setup:
 def test_parts_pass_on_cpu_ranks(tmp_path: Path) -> None:
     """All but those tested below, and parts that differ by a few overrides from `train` and `cp2`."""
     out = tmp_path / "checked.json"
-    elsewhere = (*ALONE, "overlap")
-    parts = [name for name in PARTS if name not in (*elsewhere, "te", "experts", "tp2", "dp2", "pp2")]
+    parts = [name for name in PARTS if name not in ("overlap", "te", "experts", "tp2", "dp2", "pp2")]
     asked = [name for name in parts if name not in ("demo", "train")]  # the others need them
     done = _run("--device", "cpu", "--only", *asked, "--minutes", "28", "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -61,17 +57,6 @@ def test_parts_pass_on_cpu_ranks(tmp_path: Path) -> None:
         assert any(line.startswith(f"{name} ") for line in done.stdout.splitlines())
     compared = {row["what"].strip(): row for part in checked.values() for row in part["comparisons"]}
     assert {"step of qwen3-tiny", "matrix_update", "fp32_tflops"} <= set(compared)
-
-
-@pytest.mark.sweep
-def test_parts_that_start_no_run_pass_on_a_cpu(setup: Setup) -> None:
-    """The parts run in this process, which has imported torch."""
-    outcomes = {name: part_called(name)(setup) for name in ALONE}
-    assert {name: outcome.status for name, outcome in outcomes.items()} == dict.fromkeys(ALONE, "pass")
-    measured = {row.what: row.measured for row in outcomes["hot"].comparisons}
-    updates = {f"Muon of 256 x 512, {form}, {way}" for form in ("gram", "standard") for way in ("eager", "replayed")}
-    assert measured.keys() == {"product", *updates}
-    assert min(measured.values()) > 0
 
 
 def test_without_a_gpu_it_fails_and_says_so(tmp_path: Path) -> None:
@@ -122,18 +107,6 @@ def test_a_run_that_failed_is_named_with_its_last_words(setup: Setup) -> None:
     outcome = Outcome.read(setup.result("checkpoint"))
     assert outcome.status == "short"
     assert "needs the run `gpu`" in outcome.summary
-
-
-def test_a_cpu_is_measured_on_one_thread_as_it_is_simulated(setup: Setup) -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        with lone_team(setup) as team:
-            assert torch.get_num_threads() == 1
-            assert team.device.type == "cpu"
-        assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(threads)
 
 
 def test_curves_may_be_as_far_apart_as_rounding_puts_them() -> None:
