@@ -210,6 +210,8 @@ REMOVED: Final[Mapping[str, str]] = {
     "optimizer.min_lr": "write optimizer.min_lr_ratio=SHARE, the minimum as a share of optimizer.lr",
     "optimizer.roots": "leave it out: Shampoo's inverse roots are computed in the way that is predicted to be faster",
     "optimizer.shampoo_eps": "leave it out: it is 1e-12",
+    "optimizer.grafting": "leave it out: Shampoo's updates have the norm of Adam's",
+    "optimizer.clip": "leave it out: every gradient is clipped; optimizer.clip_grad=0 clips none",
     "cluster.symmetric_factor": "leave it out: symmetric matmuls take as long as general ones of their size",
 }
 """The fixes for removed settings."""

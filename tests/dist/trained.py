@@ -285,7 +285,7 @@ def ordinary(config: RunConfig, params: list[torch.nn.Parameter]) -> torch.optim
     return Shampoo(
         params, o.lr, weight_decay=o.weight_decay, betas=(o.beta1, o.beta2), eps=o.eps, shampoo_beta=o.shampoo_beta,
         shampoo_eps=1e-12, precondition_frequency=o.precondition_frequency,
-        max_preconditioner_dim=o.max_preconditioner_dim, grafting=o.grafting, roots=algorithm_of(config.setup).roots,
+        max_preconditioner_dim=o.max_preconditioner_dim, roots=algorithm_of(config.setup).roots,
         spread=o.stagger,
     )  # fmt: skip
 

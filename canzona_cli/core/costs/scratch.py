@@ -69,8 +69,8 @@ def workspace_bytes(
         return 0
     shapes = {shape for batch in batches for shape in batch}
     sides = [side for shape in shapes for side in factored_sides(algorithm, *shape)]
-    # Adam grafting uses the left side's buffer, even if this side has no factor.
-    left = [r * c for r, c in shapes if r <= algorithm.max_preconditioner_dim or algorithm.grafting == "adam"]
+    # Shampoo's Adam uses the left side's buffer, even if this side has no factor.
+    left = [r * c for r, c in shapes if r <= algorithm.max_preconditioner_dim or algorithm.name == "shampoo"]
     right = [r * c for r, c in shapes if c <= algorithm.max_preconditioner_dim]
     largest = max(map(math.prod, shapes), default=0)
     square = max((side**2 for side in sides), default=0)

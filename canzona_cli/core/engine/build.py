@@ -127,7 +127,6 @@ def build_engine(
         counts_adamw=plan is not None or counts_dense(world),
         timer=timer,
         non_finite=setup.train.non_finite,
-        clip=setup.optimizer.clip,
         reads_weights=reads_weights,
     )
 

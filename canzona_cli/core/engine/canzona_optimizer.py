@@ -19,7 +19,7 @@ from canzona_cli.core.megatron.owner_bucket_group import adamw_groups, gathers_a
 from canzona_cli.core.megatron.parallel import Wrapped, gather
 from canzona_cli.core.megatron.timers import PhaseTimer
 from canzona_cli.core.optimizers.norms import sum_of_squares
-from canzona_cli.core.setup import Clip, NonFinite
+from canzona_cli.core.setup import NonFinite
 
 
 class NonFiniteGradients(Diverged):
@@ -67,12 +67,11 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
         counts_adamw: bool,
         timer: PhaseTimer,
         non_finite: NonFinite,
-        clip: Clip,
         reads_weights: bool = False,
     ) -> None:
         super().__init__([adamw, matrices])
         self._adamw, self.matrices, self._chunks = adamw, matrices, chunks
-        self._stats_group, self._timer, self._non_finite, self._clip = stats_group, timer, non_finite, clip
+        self._stats_group, self._timer, self._non_finite = stats_group, timer, non_finite
         self._counts_adamw, self._reads_weights = counts_adamw, reads_weights
         self._sharded: ShardedState | None = None
         self._schedule_group: dict[str, object] = {"params": [], "default_config": True}
@@ -129,7 +128,7 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
         scale = min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0.0 else 1.0
         if scale < 1.0 and self._adamw.get_parameters():
             clip_grad_by_total_norm_fp32(self._adamw.get_parameters(), max_norm=max_norm, total_norm=norm)
-        self.matrices.set_gradient_scale(scale if self._clip == "all" else 1.0)
+        self.matrices.set_gradient_scale(scale)
         self.step_with_ready_grads()
         return True, norm, None
 

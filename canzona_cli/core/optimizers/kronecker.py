@@ -16,11 +16,6 @@ Side = Literal["L", "R"]
 SIDES: tuple[Side, Side] = ("L", "R")
 Stack = Sequence[tuple[torch.Tensor, Side]]
 """Matrices, each with one of its sides, whose factors have the same length."""
-LONGEST = 2.0
-"""The bound on an update, in learning rates: on the root mean square of the elements of SOAP's
-updates, and of the singular values of Shampoo's update without grafting. With current
-statistics, these values are 1 if all gradients are equal, smaller for other gradients, and never above 1.2
-with the usual decays."""
 STACK_LIMITS = {"cuda": STACKED_SQUARES}
 """The maximum number of elements in a stack of squares that one call of `_refresh` processes, by device type;
 on other devices a stack has one square."""

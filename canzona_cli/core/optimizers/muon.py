@@ -18,7 +18,6 @@ from .matrix_optimizer import MatrixOptimizer, OnFallback, Workspace, matmul_pre
 from .muon_facts import (
     BLOCK,
     LOST,
-    STANDARD_ONLY,
     Blend,
     CoefficientSet,
     ScaleMode,
@@ -131,12 +130,10 @@ class Muon(MatrixOptimizer):
             workspace: Scratch shared with other optimizers; None for a separate workspace.
 
         Raises:
-            ValueError: `ns_steps` is below 1, `coefficients` exclude the `form`, or as for `MatrixOptimizer`.
+            ValueError: `ns_steps` is below 1, or as for `MatrixOptimizer`.
         """
         if ns_steps < 1:
             raise ValueError(f"ns_steps is {ns_steps}; at least one is needed")
-        if coefficients in STANDARD_ONLY and "gram" in ({form} if isinstance(form, str) else set(form.values())):
-            raise ValueError(f"coefficients {coefficients} can only be used in standard form")
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
         self.workspace = workspace or Workspace()
         self.nesterov = nesterov

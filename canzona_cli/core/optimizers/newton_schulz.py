@@ -36,14 +36,6 @@ COEFFICIENTS: dict[CoefficientSet, tuple[tuple[float, float, float], ...]] = {
         (1.8564, -1.2132, 0.3568),
         (1.8750, -1.2500, 0.3750),
     ),
-    # Grishina, Smirnov, Rakhuba 2025, arXiv:2506.10935.
-    "cans": (
-        (8.4703, -25.1081, 18.6293),
-        (4.1828, -3.1087, 0.5806),
-        (3.9619, -2.9541, 0.5630),
-        (3.2866, -2.4647, 0.5074),
-        (2.2737, -1.6447, 0.4162),
-    ),
     # https://github.com/thib-s/flash-newton-schulz
     "aol": (
         (4.0098, -7.0585, 2.4635),
@@ -54,7 +46,7 @@ COEFFICIENTS: dict[CoefficientSet, tuple[tuple[float, float, float], ...]] = {
     # DeepSeek-V4 technical report: eight steep steps, then two that converge to 1.
     "deepseekv4": ((3.4445, -4.7750, 2.0315),) * 8 + ((2.0, -1.5, 0.5),) * 2,
 }
-REPEAT_LAST: frozenset[CoefficientSet] = frozenset({"polar_express", "cans", "deepseekv4"})
+REPEAT_LAST: frozenset[CoefficientSet] = frozenset({"polar_express", "deepseekv4"})
 """The sets whose last triple converges to 1: further steps repeat that triple. With the other sets, further
 steps start again at the first triple."""
 

@@ -14,9 +14,12 @@ from .decompositions import (
     orthonormalise_panel,
     rounding,
 )
-from .kronecker import LONGEST, KroneckerOptimizer, Side, Stack, unpack
+from .kronecker import KroneckerOptimizer, Side, Stack, unpack
 from .shampoo_facts import panel
 
+LONGEST = 2.0
+"""The bound on the root mean square of the elements of an update, in learning rates. With current statistics it is 1 if
+all gradients are equal, smaller for other gradients, and never above 1.2 with the usual decays."""
 RESOLVED = torch.finfo(torch.float32).eps ** 0.5
 """The fraction of the largest singular value below which singular vectors cannot be resolved, because the
 squares of these singular values are below fp32's rounding error."""

@@ -51,7 +51,6 @@ def test_deleting_a_state_restarts_one_matrix_alone(make: Make) -> None:
     "make",
     [
         *MAKES.values(),
-        lambda p: Shampoo(p, 0.02, grafting="none"),
         lambda p: SOAP(p, 0.02, max_preconditioner_dim=10),
         lambda p: Shampoo(p, 0.02, max_preconditioner_dim=5),
     ],

@@ -21,7 +21,7 @@ from canzona_cli.core.optimizers.gram_form import (
     starting_norm,
     unscaled_steps,
 )
-from canzona_cli.core.optimizers.muon_facts import STANDARD_ONLY, CoefficientSet, segments
+from canzona_cli.core.optimizers.muon_facts import CoefficientSet, segments
 from canzona_cli.core.optimizers.newton_schulz import COEFFICIENTS, coefficients, newton_schulz
 
 from . import reference
@@ -30,7 +30,7 @@ from .test_shared import LR, cut, gaussian, parameter
 from .test_shared import apart as apart_from_start
 from .test_shared import muon as gram_muon
 
-SETS = [ns for ns in COEFFICIENTS if ns not in STANDARD_ONLY]
+SETS = [*COEFFICIENTS]
 HALF = torch.float16
 
 
