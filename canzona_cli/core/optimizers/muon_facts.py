@@ -43,11 +43,7 @@ class MomentumConfig(OptimizerBase):
 
     PLAUSIBLE_LR: ClassVar[float] = 0.5
     ns_steps: Annotated[int, Range(at_least=1, at_most=100), "Newton-Schulz iterations.", CURVE | PLAN] = 5
-    coefficients: Annotated[
-        CoefficientSet,
-        "Polynomial of the Newton-Schulz iteration.",
-        CURVE | PLAN,
-    ] = "quintic"
+    coefficients: Annotated[CoefficientSet, "Polynomial of the Newton-Schulz iteration.", CURVE] = "quintic"
     scale_mode: Annotated[
         ScaleMode,
         "How the update is scaled by the shape of the matrix. spectral: by sqrt(max(rows, cols)); unit_rms_norm: by"
