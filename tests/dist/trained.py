@@ -19,8 +19,7 @@ from canzona_cli.core.megatron.model import Trainee
 from canzona_cli.core.megatron.parallel import World
 from canzona_cli.core.model.matrices import Matrix
 from canzona_cli.core.optimizers.facts import Form
-from canzona_cli.core.optimizers.muon import Muon
-from canzona_cli.core.optimizers.normuon import NorMuon
+from canzona_cli.core.optimizers.muon import Muon, NorMuon
 from canzona_cli.core.optimizers.shampoo import Shampoo
 from canzona_cli.core.optimizers.shared_muon import SharedMuon
 from canzona_cli.core.optimizers.shared_rows import FragmentGroup, Shape, Turns

@@ -160,7 +160,7 @@ def stack_of(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfig)
     The number depends only on the algorithm, the shape and the profile. If `optimizer.stack` is auto,
     matrices are stacked if this is faster by `STACK_GAIN` in the profile's measurements or, on GPUs without
     measurements, in the model. On CPUs without measurements, matrices are not stacked: batched matmuls are
-    not always faster there, but strips of large matmuls (`optimizers.symmetric`) always are.
+    not always faster there, but strips of large matmuls (`optimizers.newton_schulz`) always are.
     """
     if not RULES[algorithm.name].orthogonal or algorithm.custom or algorithm.stack is False:
         return 1

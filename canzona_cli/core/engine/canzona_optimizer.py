@@ -18,7 +18,7 @@ from canzona_cli.core.megatron.matrix_buffers import global_parameters
 from canzona_cli.core.megatron.owner_bucket_group import adamw_groups, gathers_ahead, mark_gathered
 from canzona_cli.core.megatron.parallel import Wrapped, gather
 from canzona_cli.core.megatron.timers import PhaseTimer
-from canzona_cli.core.optimizers.norms import sum_of_squares
+from canzona_cli.core.optimizers.matrix_optimizer import sum_of_squares
 from canzona_cli.core.setup import NonFinite
 
 

@@ -2,8 +2,8 @@
 that context parallelism (cp) cuts.
 
 Attention scores are not stored for the backward pass: torch's kernel stores the log-sum-exp of each row. Megatron cuts
-a sequence into 2 * cp chunks and gives rank r the chunks r and 2 * cp - 1 - r (`get_batch_on_this_cp_rank`), so that the
-queries of every rank attend to equally many keys.
+a sequence into 2 * cp chunks and gives rank r the chunks r and 2 * cp - 1 - r (`get_batch_on_this_cp_rank`), so that
+the queries of every rank attend to equally many keys.
 """
 
 import torch

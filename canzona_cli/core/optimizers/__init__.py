@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .matrix_optimizer import Workspace
-    from .muon import Muon
-    from .normuon import NorMuon
+    from .muon import Muon, NorMuon
     from .shampoo import Shampoo
     from .soap import SOAP
 
@@ -15,7 +14,7 @@ __all__ = ["SOAP", "Muon", "NorMuon", "Shampoo", "Workspace"]
 
 _MODULES = {
     "Muon": "muon",
-    "NorMuon": "normuon",
+    "NorMuon": "muon",
     "SOAP": "soap",
     "Shampoo": "shampoo",
     "Workspace": "matrix_optimizer",

@@ -1,9 +1,9 @@
 """The facts about each optimizer that other code needs without importing torch: settings, costs, state, and
 the name of the optimizer's class.
 
-Each optimizer has an entry in the tuple `FACTS` of a `*_facts.py` module, a recipe, and, except for AdamW,
-which Megatron implements, a module with its class. Settings, help, plans, memory estimates and the engine
-look optimizers up with `known_optimizers`.
+Each optimizer has an entry in the tuple `FACTS` of a `*_facts.py` module (AdamW: here), a recipe, and, except for
+AdamW, which Megatron implements, a module with its class. Settings, help, plans, memory estimates and the engine look
+optimizers up with `known_optimizers`.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,19 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal, get_args, get_type_hints
 
-from canzona_cli.core.fields import CURVE, NOTHING, Epsilon, Example, NotNegative, Positive, Precision, Range, Share
+from canzona_cli.core.fields import (
+    CURVE,
+    NOTHING,
+    OPTIMIZER,
+    PLAN,
+    Epsilon,
+    Example,
+    NotNegative,
+    Positive,
+    Precision,
+    Range,
+    Share,
+)
 
 """The parameters whose gradients are clipped by the global norm."""
 Form = Literal["standard", "gram"]
@@ -247,6 +259,20 @@ def known_optimizers() -> Mapping[str, Facts]:
     """Returns the facts about every optimizer by name, from the `*_facts` modules of this package in
     alphabetical order."""
     folders = import_module(__package__).__path__
-    modules = sorted(path.stem for folder in folders for path in Path(folder).glob("*_facts.py"))
+    modules = sorted(path.stem for folder in folders for path in Path(folder).glob("*facts.py"))
     facts = [entry for module in modules for entry in import_module(f"{__package__}.{module}").FACTS]
     return {entry.name: entry for entry in facts}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWConfig(OptimizerBase):
+    """AdamW on every parameter, by Megatron's DistributedOptimizer."""
+
+    name: Annotated[Literal["adamw"], "The optimizer.", OPTIMIZER | PLAN]
+
+
+def _adamw(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
+    return Work(elementwise=15.0 * rows * cols), ()
+
+
+FACTS = (Facts(settings=AdamWConfig, rule=Rule(work=_adamw, fragment_bytes=28, moments=2)),)

@@ -54,9 +54,10 @@ from functools import cache
 
 import torch
 
-from . import cpu_matmuls, symmetric
+from . import cpu_matmuls
 from .matrix_optimizer import Workspace
 from .muon_facts import SAMPLES, segments
+from .newton_schulz import symmetric_gram, symmetric_product
 
 DOUBT = 0.15
 """The estimated error (see above) above which a result is not trusted. It is similar to the error of the
@@ -181,7 +182,7 @@ def _segment(
 def centred_gram(short: torch.Tensor, alpha: Number, out: torch.Tensor) -> None:
     """Writes X X^T - alpha I into `out` (..., side, side), where X is `short` (..., side, long)."""
     out.zero_().diagonal(dim1=-2, dim2=-1).sub_(_flatten(alpha))
-    symmetric.gram(short, out, add=out)
+    symmetric_gram(short, out, add=out)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -258,18 +259,18 @@ def polynomial(r: torch.Tensor, steps: Sequence[Step], numbers: Sequence[Number]
         alpha, factor, value, gamma, value_alpha = numbers[5 * index : 5 * index + 5]
         is_last = index + 1 == len(steps)
         p = s if index else q
-        symmetric.product(r, r, p, add=torch.mul(r, factor, out=p), alpha=c)
+        symmetric_product(r, r, p, add=torch.mul(r, factor, out=p), alpha=c)
         if len(steps) == 1:
             break
         diagonal = add_diagonal(p, value)
         if index:
             if is_last:
                 before = norm_of_rows(q, gamma)
-            symmetric.product(p, q, m, add=scaled_residual(p, diagonal, gamma, m))
+            symmetric_product(p, q, m, add=scaled_residual(p, diagonal, gamma, m))
             q, m = m, q
         if not is_last:
-            symmetric.product(p, r, m, add=scaled_residual(p, diagonal, alpha, m))
-            symmetric.product(p, m, r, add=scaled_residual(p, diagonal, value_alpha, r))
+            symmetric_product(p, r, m, add=scaled_residual(p, diagonal, alpha, m))
+            symmetric_product(p, m, r, add=scaled_residual(p, diagonal, value_alpha, r))
         if not index:
             q.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
     last_value = numbers[-4] if len(steps) == 1 else None

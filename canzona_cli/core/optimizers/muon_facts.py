@@ -13,7 +13,7 @@ CoefficientSet = Literal["simple", "quintic", "polar_express", "aol", "deepseekv
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 MUON_AROUND = 14
 """The number of kernels per matrix that Muon launches outside Newton-Schulz. In a stack, evenly spaced
-matrices share these kernels (`optimizers.runs`). Plans count them for every matrix nevertheless, because a
+matrices share these kernels (`optimizers.matrix_optimizer`). Plans count them for every matrix nevertheless, because a
 plan does not know which gradients are evenly spaced."""
 SAMPLES = 32
 """The maximum number of evenly spaced rows from which the Gram form estimates a norm or a mean."""
@@ -204,7 +204,7 @@ FACTS = (
     Facts(
         settings=NorMuonConfig,
         rule=Rule(work=_normuon, fragment_bytes=76, moments=1, row_vectors=1, orthogonal=True),
-        update="normuon:NorMuon",
+        update="muon:NorMuon",
     ),
 )
 

@@ -22,7 +22,7 @@ from .decompositions import (
 )
 from .facts import MOMENTS, RootMethod
 from .kronecker import SIDES, KroneckerOptimizer, KroneckerSettings, Side, Stack, pack, unpack
-from .norms import matrix_norm
+from .matrix_optimizer import matrix_norm
 from .shampoo_facts import newton_part, packed_elements
 
 

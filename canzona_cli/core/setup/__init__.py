@@ -8,8 +8,7 @@ line to each recipe that needs a value other than the default.
 """
 
 from canzona_cli.core.fields import Fp8Recipe, Precision
-from canzona_cli.core.optimizers.adamw_facts import AdamWConfig
-from canzona_cli.core.optimizers.facts import Form, OptimizerBase, RootMethod
+from canzona_cli.core.optimizers.facts import AdamWConfig, Form, OptimizerBase, RootMethod
 from canzona_cli.core.optimizers.muon_facts import (
     MomentumConfig,
     MuonConfig,
