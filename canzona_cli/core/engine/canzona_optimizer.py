@@ -8,9 +8,8 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
 from canzona_cli.core.engine.agreement import agree_on_problem
-from canzona_cli.core.engine.masters import MasterOptimizer
+from canzona_cli.core.engine.masters import MasterOptimizer, SavingRefusals, refuse_masters
 from canzona_cli.core.engine.planned import PlannedOptimizer
-from canzona_cli.core.engine.refusals import SavingRefusals, refuse_masters
 from canzona_cli.core.engine.sharded_state import ShardedState, state_problem
 from canzona_cli.core.engine.stored_state import SHARDING
 from canzona_cli.core.errors import Diverged, Problem, Unsupported

@@ -26,28 +26,30 @@ from canzona_cli.core.setup.cluster import (
     FastPath,
     HashedOnce,
 )
-from canzona_cli.core.setup.engine import (
-    EngineConfig,
-    Gathering,
-    Mode,
-    MuonTpMode,
-    Reduction,
-    Splitting,
-    Strategy,
-)
 from canzona_cli.core.setup.layout import Layout, Mesh
-from canzona_cli.core.setup.optimizer import OPTIMIZERS, CustomConfig, OptimizerConfig, OptimizerName, UpdateName
-from canzona_cli.core.setup.setup import Execution, Setup
-from canzona_cli.core.setup.training import (
+from canzona_cli.core.setup.sections import (
+    OPTIMIZERS,
     PARTS_OF_LLAMA,
+    CustomConfig,
     DecayStyle,
     Dispatcher,
     Divergence,
+    EngineConfig,
+    Gathering,
     LossSpike,
+    Mode,
     ModelConfig,
+    MuonTpMode,
     NonFinite,
+    OptimizerConfig,
+    OptimizerName,
     ParallelConfig,
     Recompute,
+    Reduction,
     ScheduleConfig,
+    Splitting,
+    Strategy,
     TrainConfig,
+    UpdateName,
 )
+from canzona_cli.core.setup.setup import Execution, Setup

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from canzona_cli.core.fields import Count, Ranks
-from canzona_cli.core.setup.training import Recompute
+from canzona_cli.core.setup.sections import Recompute
 
 
 @dataclass(frozen=True, kw_only=True)
