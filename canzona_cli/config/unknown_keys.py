@@ -199,7 +199,10 @@ REMOVED: Final[Mapping[str, str]] = {
     "cluster.not_measured": "write cluster.measured_on.not_measured=PARTS",
     "cluster.rdzv_id": "leave it out: a rendezvous has the name of the run directory",
     "cluster.gpu_hour_price": "multiply the GPU hours that a dry run shows",
-    "train.loss_spike_sigmas": "leave it out: a spike is 8 standard deviations above the recent mean",
+    **dict.fromkeys(
+        ("train.loss_spike", "train.loss_spike_sigmas"),
+        "use train.divergence: it stops or warns if the loss does not come down again",
+    ),
     **dict.fromkeys(
         ("train.sample_every", "train.sample_prompt", "train.sample_tokens"),
         "run `canzona generate RUN --prompt TEXT` on any checkpoint",

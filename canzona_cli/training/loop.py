@@ -24,8 +24,8 @@ from canzona_cli.records.files import RunFiles
 from canzona_cli.records.records import EMA, Ending, StepMetrics, ValidationLoss
 from canzona_cli.records.words import plural
 from canzona_cli.training.data import BatchStream, Datasets
-from canzona_cli.training.guards import Divergence, DivergenceGuard, LossSpike, SpikeGuard
-from canzona_cli.training.measure import StarvationWatch, StepProfiler, StragglerWatch
+from canzona_cli.training.guards import Divergence, DivergenceGuard
+from canzona_cli.training.measure import StepProfiler, StragglerWatch
 from canzona_cli.training.records import Journal, RankRecord
 from canzona_cli.training.saving import Saver
 from canzona_cli.training.step import StepResult, describe_bad_losses, step_rates, train_step, validate
@@ -76,9 +76,7 @@ class Training:
 
     def __post_init__(self) -> None:
         self.progress = self.start.progress
-        memory = self.progress.losses
-        self._spikes = SpikeGuard(self.trainee.setup.train, memory)
-        self._divergence = DivergenceGuard(self.trainee.setup.model.vocab_size, memory)
+        self._divergence = DivergenceGuard(self.trainee.setup.model.vocab_size, self.progress.losses)
         self._average = WeightAverage(self.trainee) if self.trainee.setup.train.ema else None
         self._ongoing: Divergence | None = None
         """The divergence that `check_recovered` checks; None if none was reported. A newly reported
@@ -93,7 +91,6 @@ class Training:
         Raises:
             NonFiniteLoss: on every rank together, if the loss is NaN or infinite.
             NonFiniteGradients: on every rank together, with train.non_finite=stop.
-            LossSpike: on every rank together, with train.loss_spike=stop.
             Diverged: on every rank together, with train.divergence=stop.
             SaveFailed: on every rank together, if the run's final checkpoint could not be saved.
         """
@@ -110,7 +107,6 @@ class Training:
         trainee.timer.number_from(first_step)
         profiler = StepProfiler(self.files, world, trainee.timer, config.run.profile_steps)
         stragglers = StragglerWatch(world, trainee.timer, self.journal)
-        starvation = StarvationWatch(self.journal, last_step=last_step)
         with suspend_garbage_collection():
             for step in range(first_step, last_step + 1):
                 self.record.watchdog.step()
@@ -119,7 +115,6 @@ class Training:
                 finished = step == last_step
                 profiler.after_step(step, final=finished or result.stop)
                 stragglers.after_step(step)
-                starvation.after_step(step, result.routing)
                 self.journal.step(step_metrics(trainee, self.progress, result, step_s))
                 self._check(step, result)
                 if result.stop and not finished:
@@ -188,24 +183,17 @@ class Training:
         return self.saver is not None and self.trainee.world.rank == 0 and self.saver.is_due(self.progress.step + 1)
 
     def _check(self, step: int, result: StepResult) -> None:
-        """Checks the loss of a step, and reports spikes and divergence.
+        """Checks the loss of a step, and reports a divergence.
 
         Raises:
             NonFiniteLoss: the loss is not finite.
-            LossSpike: the loss jumped, with train.loss_spike=stop.
             Diverged: the run has diverged, with train.divergence=stop.
         """
         # A skipped step changed nothing, so a loss that is not finite does no harm.
         if not result.skipped and not math.isfinite(result.loss):
             raise NonFiniteLoss(step, result.loss, result.bad_ranks, since=self._divergence.since)
         divergence = self._divergence.notice(step, None if result.skipped else result.loss)
-        spike = None if result.skipped else self._spikes.notice(step, result.loss)
         self._remember()
-        if spike is not None:
-            facts = {"step": step, "loss": spike.loss, "mean": spike.mean, "limit": spike.limit}
-            self.journal.incident("loss_spike", detail=spike.words, level="warning", **facts)
-            if self.trainee.setup.train.loss_spike == "stop":
-                raise LossSpike(spike)
         if divergence is not None and self._report_divergence(divergence):
             raise divergence.error()
 
@@ -219,8 +207,8 @@ class Training:
         return self.trainee.setup.train.divergence == "stop"
 
     def _remember(self) -> None:
-        """Stores the losses that the guards remember in the progress, which the next checkpoint saves."""
-        self.progress = replace(self.progress, losses=self._spikes.with_recent(self._divergence.memory))
+        """Stores the losses that the guard remembers in the progress, which the next checkpoint saves."""
+        self.progress = replace(self.progress, losses=self._divergence.memory)
 
     def _save_and_validate(self, step: int, *, save: bool, finished: bool) -> None:
         """Saves and validates, as far as these are due after a step. After the last step, waits until the checkpoint

@@ -10,7 +10,6 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from .decompositions import (
-    LinAlgError,
     Order,
     compute_with_fallback,
     newton_converged,
@@ -21,7 +20,7 @@ from .decompositions import (
     roots_by_newton,
 )
 from .facts import MOMENTS, RootMethod
-from .kronecker import SIDES, KroneckerOptimizer, KroneckerSettings, Side, Stack, pack, unpack
+from .kronecker import SIDES, KroneckerOptimizer, KroneckerSettings, Side, pack
 from .matrix_optimizer import matrix_norm
 from .shampoo_facts import newton_part, packed_elements
 
@@ -80,16 +79,18 @@ class Shampoo(KroneckerOptimizer):
     def state_shapes(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
         return {**super().state_shapes(p), **dict.fromkeys(MOMENTS, tuple(p.shape))}
 
-    def _refresh(self, stack: Stack, factors: torch.Tensor) -> None:
-        roots, usable = self._roots(factors, self._order(stack[0][0]))
-        for index, (p, side) in enumerate(stack):
-            root: torch.Tensor | None = roots[index]
-            if not usable[index]:
-                if self.roots == "newton":
-                    self._report_divergence(p, side)
-                root = self._root_by_eigenvalues(p, side, factors[index])
-            if root is not None:
-                pack(root.contiguous(), self.state[p][f"root_{side}"])
+    def _refresh(self, p: torch.Tensor, side: Side, factor: torch.Tensor) -> None:
+        root: torch.Tensor | None = None
+        if self.roots == "newton":
+            roots, converged = roots_by_newton(factor[None], self._order(p), self.shampoo_eps)
+            if bool(converged):
+                root = roots[0]
+            else:
+                self._report_divergence(p, side)
+        if root is None:
+            root = self._root_by_eigenvalues(p, side, factor)
+        if root is not None:
+            pack(root.contiguous(), self.state[p][f"root_{side}"])
 
     def _refresh_part(self, p: torch.Tensor, side: Side, part: int) -> bool:
         """Runs the steps of Newton's iteration that belong to this part. With `roots="eigh"`, the first part
@@ -141,11 +142,6 @@ class Shampoo(KroneckerOptimizer):
         sides = [(side, length) for side, length in self._lengths(p) if f"next_root_{side}" in roots]
         return {**roots, **{f"residual_{side}": _identity(p, length) for side, length in sides}}
 
-    def _unpacked(self, p: torch.Tensor, side: Side, name: str = "") -> torch.Tensor:
-        """Returns a factor, or another square of the state, in scratch that the next call overwrites."""
-        length = p.size(SIDES.index(side))
-        return unpack(self.state[p][f"{name}{side}"], self._square(p, 1, length)[0])
-
     def _order(self, p: torch.Tensor) -> Order:
         """Returns the order of the roots of `p`."""
         return 4 if len(self._sides(p)) == 2 else 2
@@ -157,17 +153,6 @@ class Shampoo(KroneckerOptimizer):
 
     def _report_divergence(self, p: torch.Tensor, side: Side) -> None:
         self._report(p, f"the Newton iteration of {side} did not converge; its eigendecomposition is used")
-
-    def _roots(self, factors: torch.Tensor, order: Order) -> tuple[torch.Tensor, Sequence[bool]]:
-        """Returns the inverse roots of a stack of factors (count, length, length), and for each root True if
-        it can be used."""
-        if self.roots == "newton":
-            roots, converged = roots_by_newton(factors, order, self.shampoo_eps)
-            return roots, converged.tolist()
-        try:
-            return roots_by_eigenvalues(factors, order, self.shampoo_eps), [True] * len(factors)
-        except LinAlgError:
-            return factors, [False] * len(factors)
 
     def _direction(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         state = self.state[p]

@@ -8,9 +8,6 @@ from canzona_cli.core.fields import CURVE, OPTIMIZER, PLAN, Count, Share, Side
 
 from .facts import Algorithm, Facts, OptimizerBase, Rule, Work
 
-STACKED_SQUARES = 2**22
-"""The maximum number of elements in a stack of squares that one call of a refresh processes on a GPU. Stacks
-of small squares save launches on GPUs; CPUs do not gain from them."""
 NEWTON_MATMULS = {2: (4, 5, 5, 5, 5, 5, 2), 1: (3, 4, 4, 4, 4, 4, 4, 2)}
 """The number of matmuls in each step of Newton's iteration for an inverse root, by the number of the matrix's
 sides that have roots."""

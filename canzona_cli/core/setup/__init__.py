@@ -36,7 +36,6 @@ from canzona_cli.core.setup.sections import (
     Divergence,
     EngineConfig,
     Gathering,
-    LossSpike,
     Mode,
     ModelConfig,
     MuonTpMode,

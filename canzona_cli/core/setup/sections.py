@@ -46,7 +46,6 @@ Sequences = Annotated[int, Range(at_least=1, at_most=1 << 16)]
 Recompute = Literal["none", "selective", "full"]
 NonFinite = Literal["stop", "skip"]
 Divergence = Literal["stop", "warn"]
-LossSpike = Literal["ignore", "warn", "stop"]
 DecayStyle = Literal["cosine", "wsd", "linear", "constant"]
 Experts = Annotated[int, Range(at_least=0, at_most=1024)]
 Dispatcher = Literal["allgather", "alltoall", "flex"]
@@ -212,9 +211,6 @@ class TrainConfig:
         "On NaN or infinite gradients: stop all ranks before any weight changes, or skip and count the update.",
         NOTHING,
     ] = "stop"
-    loss_spike: Annotated[
-        LossSpike, "On a sudden rise of the loss: ignore it, warn, or stop without saving another checkpoint.", NOTHING
-    ] = "warn"
     divergence: Annotated[
         Divergence,
         "If training diverges: stop and name the last checkpoint before the divergence, or warn and fail "
