@@ -193,27 +193,23 @@ def answer(setup: Setup, name: str) -> None:
 
 
 def part_called(name: str) -> Callable[[Setup], Outcome]:
-    """Returns the function of a part.
+    """Returns the function of a part. Its module is imported here, because it takes as long as a short run."""
+    from gpu_parts import parts
 
-    The function's module is imported here, because some of these modules import torch, which takes as long as a short
-    run.
-    """
-    from gpu_parts import one_gpu, two_gpus
-
-    parts: Mapping[str, Callable[[Setup], Outcome]] = {
-        "demo": one_gpu.demo,
-        "train": one_gpu.train_part,
-        "step": one_gpu.step,
-        "checkpoint": one_gpu.checkpoint,
-        "doubts": one_gpu.doubts,
-        "te": one_gpu.fused,
-        "experts": one_gpu.experts,
-        "calibrate": one_gpu.calibrate,
-        "shared": two_gpus.shared,
-        "overlap": two_gpus.overlap,
-        **{f"{axis}2": partial(two_gpus.split, axis=axis) for axis in ("tp", "dp", "pp", "cp")},
+    functions: Mapping[str, Callable[[Setup], Outcome]] = {
+        "demo": parts.demo,
+        "train": parts.train_part,
+        "step": parts.step,
+        "checkpoint": parts.checkpoint,
+        "doubts": parts.doubts,
+        "te": parts.fused,
+        "experts": parts.experts,
+        "calibrate": parts.calibrate,
+        "shared": parts.shared,
+        "overlap": parts.overlap,
+        **{f"{axis}2": partial(parts.split, axis=axis) for axis in ("tp", "dp", "pp", "cp")},
     }
-    return parts[name]
+    return functions[name]
 
 
 if __name__ == "__main__":

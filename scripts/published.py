@@ -17,17 +17,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from optimizer_rows import PricedRow, price_rows, summary
 from published_rows import (
     ROWS,
     PredictedSeries,
+    PricedRow,
     Published,
     compare,
     compare_orders,
     counted_series,
     load_published,
     mean_absolute_error,
+    price_rows,
     run_of,
+    summary,
 )
 
 from canzona_cli.core.costs import model as model_time

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import gpu_check
 import pytest
 from gpu_check import PARTS, Part, check
-from gpu_parts import one_gpu, two_gpus
+from gpu_parts import parts
 from gpu_parts.outcome import Outcome, Setup
 from gpu_parts.runs import Event, compare_curves, on_device, read_steps
 
@@ -152,12 +152,12 @@ def test_a_trace_tells_kernels_waits_and_how_much_communication_is_hidden() -> N
 
 def test_reductions_that_run_one_by_one_fall_short() -> None:
     trace = read_steps(STEP)
-    assert two_gpus.judge(trace, buckets=1).status == "pass"
+    assert parts.judge(trace, buckets=1).status == "pass"
     more = [_event(f"ncclDevKernel_Reduce_Sum_f32_RING_LL_{n}", "kernel", 13 + n, 1) for n in range(5)]
-    outcome = two_gpus.judge(read_steps([*STEP, *more]), buckets=1)
+    outcome = parts.judge(read_steps([*STEP, *more]), buckets=1)
     assert outcome.status == "short"
     assert "one by one" in outcome.summary
-    assert two_gpus.judge(read_steps([]), buckets=1).status == "not run"
+    assert parts.judge(read_steps([]), buckets=1).status == "not run"
 
 
 def test_runs_on_a_gpu_are_ones_that_compose(tmp_path: Path) -> None:
@@ -166,14 +166,14 @@ def test_runs_on_a_gpu_are_ones_that_compose(tmp_path: Path) -> None:
 
     setup = Setup(device="cuda", name="NVIDIA H200", memory_gib=47.5, gpus=2, work=str(tmp_path))
     runs = [
-        (one_gpu.continued(setup, *on_device(setup)), 1),
-        (one_gpu.continued(setup, *on_device(setup, fused=True)), 1),
-        (one_gpu.step_overrides(setup), 1),
-        (one_gpu.experts_overrides(replace(setup, gpus=1)), 1),
-        (one_gpu.experts_overrides(setup), 2),
-        (two_gpus.overlap_overrides(setup), 2),
-        *((two_gpus.split_overrides(setup, axis), 2) for axis in ("tp", "dp", "cp", "pp")),
-        *((two_gpus.shared_overrides(setup, mode), 2) for mode in get_args(Mode)),
+        (parts.continued(setup, *on_device(setup)), 1),
+        (parts.continued(setup, *on_device(setup, fused=True)), 1),
+        (parts.step_overrides(setup), 1),
+        (parts.experts_overrides(replace(setup, gpus=1)), 1),
+        (parts.experts_overrides(setup), 2),
+        (parts.overlap_overrides(setup), 2),
+        *((parts.split_overrides(setup, axis), 2) for axis in ("tp", "dp", "cp", "pp")),
+        *((parts.shared_overrides(setup, mode), 2) for mode in get_args(Mode)),
     ]
     for overrides, ranks in runs:
         config, layout = fit.resolve(compose_run(list(overrides)).config.setup)

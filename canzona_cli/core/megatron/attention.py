@@ -104,7 +104,7 @@ class CausalAttention(torch.nn.Module):
 
 
 def _causal_mask(query: torch.Tensor, keys: int) -> torch.Tensor:
-    """Returns the mask with which the last query attends to all keys. On GPUs, it selects a kernel that needs no mask."""
+    """Returns the mask with which the last query attends to all keys. On GPUs, it selects a kernel without a mask."""
     if not query.is_cuda:
         return torch.ones(len(query), keys, dtype=torch.bool).tril(keys - len(query))
     from torch.nn.attention.bias import causal_lower_right  # importing it loads torch's compiler
