@@ -6,6 +6,8 @@ a sequence into 2 * cp chunks and gives rank r the chunks r and 2 * cp - 1 - r (
 the queries of every rank attend to equally many keys.
 """
 
+from functools import lru_cache
+
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -106,10 +108,15 @@ class CausalAttention(torch.nn.Module):
 def _causal_mask(query: torch.Tensor, keys: int) -> torch.Tensor:
     """Returns the mask with which the last query attends to all keys. On GPUs, it selects a kernel without a mask."""
     if not query.is_cuda:
-        return torch.ones(len(query), keys, dtype=torch.bool).tril(keys - len(query))
+        return _mask(len(query), keys)
     from torch.nn.attention.bias import causal_lower_right  # importing it loads torch's compiler
 
     return causal_lower_right(len(query), keys)
+
+
+@lru_cache(maxsize=4)
+def _mask(queries: int, keys: int) -> torch.Tensor:
+    return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
 
 
 def _kernel_knows_groups(query: torch.Tensor) -> bool:
