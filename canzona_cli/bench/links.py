@@ -216,9 +216,8 @@ def time_links(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     """Times all-reduces over all ranks, then over single machines and pairs of machines."""
     import torch.distributed as dist
 
-    from canzona_cli.bench.calibrate.collectives import KINDS, Members, measure
+    from canzona_cli.bench.calibrate.collectives import KINDS, Members, Team, measure, wait
     from canzona_cli.bench.calibrate.profile import Recorder
-    from canzona_cli.bench.calibrate.timing import Team, wait
     from canzona_cli.config.compose import load_resolved
     from canzona_cli.core.megatron import parallel
     from canzona_cli.training.assemble import join
