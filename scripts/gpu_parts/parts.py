@@ -196,28 +196,8 @@ def doubts(setup: Setup) -> Outcome:
 
 
 def step(setup: Setup) -> Outcome:
-    """Profiles a step of a larger model, and compares its time and memory with the plan."""
-    return profile_of(train(setup, {"step": step_overrides(setup)})["step"], profiled_recipe(setup))
-
-
-def step_overrides(setup: Setup) -> tuple[str, ...]:
-    return profiled(setup, *on_device(setup))
-
-
-def profiled(setup: Setup, *overrides: str) -> tuple[str, ...]:
-    """Returns the overrides of a run in which torch's profiler records one step."""
-    recipe = profiled_recipe(setup)
-    size = (f"recipe={recipe}", "train.batch_tokens=65536") if setup.device == "cuda" else tiny(setup, recipe)
-    steps = (f"run.profile_steps=[{PROFILED},{PROFILED}]", f"train.steps={PROFILED + 1}", "checkpoint.at_end=false")
-    return (*size, "data=stdlib-bytes", *_PLAIN, *steps, *overrides)
-
-
-def profiled_recipe(setup: Setup) -> str:
-    return "qwen3-0.6b" if setup.device == "cuda" else "qwen3-tiny"
-
-
-def profile_of(profiled_run: Run, recipe: str) -> Outcome:
-    """Judges a profiled step by the host's waits, and compares its times and memory with the plan's predictions."""
+    """Profiles a step of a larger model: judges the host's waits, and compares its time and memory with the plan."""
+    profiled_run, recipe = train(setup, {"step": step_overrides(setup)})["step"], profiled_recipe(setup)
     trace, breakdown = read_steps(profiled_run.trace()), profiled_run.breakdown
     peak, planned = breakdown.peak_memory_bytes, breakdown.planned
     assert peak is not None
@@ -242,6 +222,22 @@ def profile_of(profiled_run: Run, recipe: str) -> Outcome:
     }  # fmt: skip
     status: Status = "pass" if fine else "short"
     return Outcome(status=status, summary=summary, numbers=numbers, comparisons=tuple(comparisons))
+
+
+def step_overrides(setup: Setup) -> tuple[str, ...]:
+    return profiled(setup, *on_device(setup))
+
+
+def profiled(setup: Setup, *overrides: str) -> tuple[str, ...]:
+    """Returns the overrides of a run in which torch's profiler records one step."""
+    recipe = profiled_recipe(setup)
+    size = (f"recipe={recipe}", "train.batch_tokens=65536") if setup.device == "cuda" else tiny(setup, recipe)
+    steps = (f"run.profile_steps=[{PROFILED},{PROFILED}]", f"train.steps={PROFILED + 1}", "checkpoint.at_end=false")
+    return (*size, "data=stdlib-bytes", *_PLAIN, *steps, *overrides)
+
+
+def profiled_recipe(setup: Setup) -> str:
+    return "qwen3-0.6b" if setup.device == "cuda" else "qwen3-tiny"
 
 
 def _milliseconds(what: str, simulated_s: float, measured_s: float) -> Comparison:
@@ -333,17 +329,12 @@ def shared_overrides(setup: Setup, mode: Mode) -> tuple[str, ...]:
 
 def overlap(setup: Setup) -> Outcome:
     """Profiles a step with DP 2, and judges whether a bucket's collectives are grouped and overlapped."""
-    return overlap_of(train(setup, {"overlap": overlap_overrides(setup)})["overlap"])
+    profiled_run = train(setup, {"overlap": overlap_overrides(setup)})["overlap"]
+    return judge(read_steps(profiled_run.trace()), buckets=len(read_plan(profiled_run.files.plan).buckets))
 
 
 def overlap_overrides(setup: Setup) -> tuple[str, ...]:
     return profiled(setup, *on_device(setup, gpus=2), "parallel.tp=1", "parallel.pp=1")
-
-
-def overlap_of(profiled_run: Run) -> Outcome:
-    """Judges the profiled step of a run, with the number of buckets in its plan."""
-    plan = read_plan(profiled_run.files.plan)
-    return judge(read_steps(profiled_run.trace()), buckets=len(plan.buckets))
 
 
 def judge(trace: StepTrace, *, buckets: int) -> Outcome:
