@@ -1,5 +1,5 @@
 """Measures steps: computes the breakdown of a run, profiles single steps, and detects ranks that are slower
-than their peers, and experts that get no tokens."""
+than their peers."""
 
 import logging
 import resource

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from canzona_cli.core.optimizers import SOAP
 from canzona_cli.core.optimizers.decompositions import eigenbasis, orthonormalise
 from canzona_cli.core.optimizers.soap import LONGEST
+from canzona_cli.optimizers import SOAP
 
 from . import reference as reference
 

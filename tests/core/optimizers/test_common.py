@@ -6,9 +6,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from canzona_cli.core.optimizers import SOAP, Muon, NorMuon, Shampoo
 from canzona_cli.core.optimizers.kronecker import KroneckerOptimizer
 from canzona_cli.core.optimizers.matrix_optimizer import MatrixOptimizer, matmul_precision
+from canzona_cli.optimizers import SOAP, Muon, NorMuon, Shampoo
 
 from . import reference as reference
 

@@ -10,12 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from canzona_cli.core.costs.update import work
-from canzona_cli.core.optimizers import Muon, NorMuon, Workspace, gram_form, muon, muon_facts
+from canzona_cli.core.optimizers import gram_form, muon, muon_facts
 from canzona_cli.core.optimizers.facts import Algorithm
 from canzona_cli.core.optimizers.gram_form import gram_newton_schulz
 from canzona_cli.core.optimizers.muon_facts import MUON_AROUND, CoefficientSet, iteration_work, segments
 from canzona_cli.core.optimizers.newton_schulz import COEFFICIENTS, coefficients, newton_schulz
 from canzona_cli.core.setup import Form
+from canzona_cli.optimizers import Muon, NorMuon, Workspace
 
 from . import reference
 from .adversarial import KINDS, adversarial

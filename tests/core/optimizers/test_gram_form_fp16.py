@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from canzona_cli.core.optimizers import Muon, NorMuon, Workspace, gram_form, muon, muon_facts
+from canzona_cli.core.optimizers import gram_form, muon, muon_facts
 from canzona_cli.core.optimizers.facts import Form
 from canzona_cli.core.optimizers.gram_form import (
     LARGEST_NORM,
@@ -23,6 +23,7 @@ from canzona_cli.core.optimizers.gram_form import (
 )
 from canzona_cli.core.optimizers.muon_facts import CoefficientSet, segments
 from canzona_cli.core.optimizers.newton_schulz import COEFFICIENTS, coefficients, newton_schulz
+from canzona_cli.optimizers import Muon, NorMuon, Workspace
 
 from . import reference
 from .test_gram_form import apart, exact, spectrum, updated

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from canzona_cli.core.optimizers import Shampoo
 from canzona_cli.core.optimizers.decompositions import Order, damping, roots_by_eigenvalues, roots_by_newton
 from canzona_cli.core.optimizers.shampoo_facts import NEWTON_MATMULS
+from canzona_cli.optimizers import Shampoo
 
 from . import reference as reference
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from emerging_optimizers.orthogonalized_optimizers import Muon as EmergingMuon
 
-from canzona_cli.core.optimizers import Muon, Workspace
 from canzona_cli.core.optimizers.muon_facts import CoefficientSet, ScaleMode
 from canzona_cli.core.optimizers.newton_schulz import COEFFICIENTS, newton_schulz
+from canzona_cli.optimizers import Muon, Workspace
 
 from . import reference as reference
 

@@ -5,10 +5,10 @@ from functools import partial
 import pytest
 import torch
 
-from canzona_cli.core.optimizers import Shampoo
 from canzona_cli.core.optimizers.decompositions import roots_by_eigenvalues
 from canzona_cli.core.optimizers.facts import RootMethod
 from canzona_cli.core.optimizers.shampoo_facts import newton_part
+from canzona_cli.optimizers import Shampoo
 
 from . import reference as reference
 
