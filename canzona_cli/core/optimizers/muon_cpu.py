@@ -55,7 +55,7 @@ def _direction(
         average_rows.lerp_(grad_rows, blend.weight)
         if blend.nesterov:
             torch.lerp(grad_rows, average_rows, blend.momentum, out=target_rows)
-        square += _norm(target_rows) ** 2
+        square += _norm(target_rows, workspace) ** 2
     old_norm = math.sqrt(square)
     _scale(target, old_norm, blend.norm, out, workspace)
     return old_norm
@@ -63,13 +63,15 @@ def _direction(
 
 def _scale(target: torch.Tensor, old_norm: float, new_norm: float, out: torch.Tensor, workspace: Workspace) -> None:
     """Writes `target` (rows, cols), whose norm is `old_norm`, into `out`, scaled to `new_norm`."""
+    exponent = 0
+    if math.isfinite(old_norm) and not SAFE_FACTORS[0] < old_norm < SAFE_FACTORS[1]:
+        exponent = math.frexp(old_norm)[1]
     # Scaled here rather than by the first matmul's alpha, because oneDNN compiles a kernel for every new
     # alpha.
-    inverse = new_norm / old_norm if old_norm else 0.0
-    safe = SAFE_FACTORS[0] < old_norm < SAFE_FACTORS[1]
+    inverse = new_norm / math.ldexp(old_norm, -exponent) if old_norm else 0.0
     for block, out_block in zip(_blocks(target), _blocks(out), strict=True):
-        scaled = torch.mul(block if safe else block.double(), inverse, out=workspace.like("muon_block", block))
-        out_block.copy_(scaled)
+        scaled = _shifted(block, -exponent, workspace) if exponent else block
+        out_block.copy_(torch.mul(scaled, inverse, out=workspace.like("muon_block", block)))
 
 
 def _scale_each(targets: torch.Tensor, out: torch.Tensor, new_norm: float, workspace: Workspace) -> list[float]:
@@ -80,7 +82,7 @@ def _scale_each(targets: torch.Tensor, out: torch.Tensor, new_norm: float, works
         inverses = targets.new_tensor([new_norm / old_norm for old_norm in norms]).view(-1, 1, 1)
         out.copy_(torch.mul(targets, inverses, out=workspace.like("muon_block", targets)))
         return norms
-    norms = [_norm(target) for target in targets]
+    norms = [_norm(target, workspace) for target in targets]
     for target, old_norm, out_matrix in zip(targets, norms, out, strict=True):
         _scale(target, old_norm, new_norm, out_matrix, workspace)
     return norms
@@ -95,12 +97,24 @@ def move(p: torch.Tensor, x: torch.Tensor, lr: float, weight_decay: float, facto
         weight.mul_(decay).add_(block, alpha=alpha)
 
 
-def _norm(block: torch.Tensor) -> float:
+def _norm(block: torch.Tensor, workspace: Workspace) -> float:
     """Returns the Frobenius norm of a block, without overflow or underflow of the squares."""
     norm = float(matrix_norm(block))
     if SAFE_NORMS[0] < norm < SAFE_NORMS[1]:
         return norm
-    return float(torch.linalg.vector_norm(block, dtype=torch.float64))
+    largest = float(torch.linalg.vector_norm(block, torch.inf))
+    if not largest or not math.isfinite(largest):
+        return largest
+    exponent = math.frexp(largest)[1]
+    return math.ldexp(float(matrix_norm(_shifted(block, -exponent, workspace))), exponent)
+
+
+def _shifted(block: torch.Tensor, exponent: int, workspace: Workspace) -> torch.Tensor:
+    """Returns `block` times 2^exponent, in scratch. 2^exponent may be outside fp32's range, so it is applied
+    in two factors."""
+    half = exponent // 2
+    scaled = torch.mul(block, 2.0**half, out=workspace.like("muon_block", block))
+    return scaled.mul_(2.0 ** (exponent - half))
 
 
 def _blocks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
