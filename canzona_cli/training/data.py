@@ -27,11 +27,13 @@ from canzona_cli.config.schema import DataConfig, RunConfig
 from canzona_cli.core.errors import EnvironmentProblem, Problem, refuse, write_error
 from canzona_cli.core.megatron.parallel import World, gather
 from canzona_cli.core.setup import Layout
+from canzona_cli.core.writing import write_new
 from canzona_cli.data.division import Mask, held_out
 from canzona_cli.data.indexed import inspect_pair
 from canzona_cli.data.locks import exclusive_lock
 from canzona_cli.data.order import continue_plan, set_sizes
 from canzona_cli.records.corpus import DataPlan, PreparedCorpus, PreparedSet, samples_needed
+from canzona_cli.records.files import staged
 
 _HASHES: Final = "files.json"
 """The file of an index with the hashes of its other files. It is written last."""
@@ -182,21 +184,14 @@ def _make_whole(folder: Path, build: Callable[[Path], None]) -> None:
     with exclusive_lock(folder.with_name(f".{folder.name}.lock"), on_wait=lambda: None):
         if _is_whole(folder):  # another run built it while this one waited
             return
-        partial = folder.with_name(f".{folder.name}.partial")
-        for left_over in (folder, partial):
-            shutil.rmtree(left_over, ignore_errors=True)
-        try:
-            partial.mkdir()
+        shutil.rmtree(folder, ignore_errors=True)
+        with staged(folder) as partial:
             build(partial)
             hashes = {path.name: _hash(path) for path in sorted(partial.iterdir())}
             for name in hashes:
-                _sync(partial / name)
-            (partial / _HASHES).write_text(json.dumps(hashes))
-            _sync(partial / _HASHES)
-            partial.rename(folder)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
+                with (partial / name).open("rb+") as file:
+                    os.fsync(file.fileno())
+            write_new(partial / _HASHES, json.dumps(hashes).encode())
 
 
 def _is_whole(folder: Path) -> bool:
@@ -210,11 +205,6 @@ def _is_whole(folder: Path) -> bool:
 
 def _hash(path: Path) -> str:
     return blake3().update_mmap(path).hexdigest()
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
 
 
 Batch = dict[str, torch.Tensor]
