@@ -9,7 +9,7 @@ GPU_STAMP := $(GPU_VENV)/installed
 # Runs start many Pythons: whatever the environment says, canzona is compiled once and not by each of them.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test test-sweep test-faults test-slurm fuzz mutations exactness gpu-check published figures paper lint typecheck clean
+.PHONY: setup demo test test-sweep test-faults test-slurm fuzz mutations gpu-check published figures paper lint typecheck clean
 
 setup: $(STAMP)
 
@@ -26,9 +26,10 @@ $(STAMP):
 	@cat $(INSTALLED) > $@
 
 # qwen3-tiny on four CPU ranks, two-way tensor and two-way data parallel, on the standard library's own sources. At the end
-# the model writes a text, and its loss is compared with the recipe's card.
+# its loss is compared with the recipe's card, and the model writes a text.
 demo: setup
-	$(BIN)/canzona train recipe=qwen3-tiny gpus=4 parallel.tp=2 train.sample_every=120 "train.sample_prompt='    def test_'"
+	$(BIN)/canzona train recipe=qwen3-tiny gpus=4 parallel.tp=2
+	$(BIN)/canzona generate --prompt '    def test_' --temperature 0.8 --max-new-tokens 48
 
 test: setup
 	scripts/run-tests -m "not sweep and not slurm"
@@ -48,14 +49,10 @@ test-sweep: setup
 
 # 300 random runs on real ranks against one process, and small wrong edits of the sources, which tests have to notice.
 fuzz: setup
-	PYTHONPATH=$(CURDIR) $(BIN)/python scripts/fuzz.py 0 300
+	FUZZED=0:300 $(BIN)/python -m pytest -m sweep tests/dist/test_fuzz.py
 
 mutations: setup
 	$(BIN)/python scripts/mutations.py
-
-# How far 20 real steps on each layout are from those of one rank, for every optimizer: a table, and exactness.json.
-exactness: setup
-	$(BIN)/python scripts/exactness.py exactness.json
 
 # Step times that others have published beside what the simulator says of their layouts.
 published: setup

@@ -1,11 +1,8 @@
 """The matrix optimizers (`canzona_cli.core.optimizers`) under their public path."""
 
-from canzona_cli.core import optimizers
+from canzona_cli.core.optimizers.matrix_optimizer import Workspace
+from canzona_cli.core.optimizers.muon import Muon, NorMuon
+from canzona_cli.core.optimizers.shampoo import Shampoo
+from canzona_cli.core.optimizers.soap import SOAP
 
-
-def __getattr__(name: str) -> object:
-    return getattr(optimizers, name)
-
-
-def __dir__() -> list[str]:
-    return optimizers.__all__
+__all__ = ["SOAP", "Muon", "NorMuon", "Shampoo", "Workspace"]

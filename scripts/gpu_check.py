@@ -52,10 +52,6 @@ class Part:
 
 
 PARTS = {
-    "gram": Part(limit_s=60),
-    "graphs": Part(limit_s=60),
-    "fused": Part(limit_s=60),
-    "hot": Part(limit_s=90),
     "demo": Part(limit_s=120),
     "train": Part(limit_s=120, needs="demo"),
     "step": Part(limit_s=100),
@@ -197,34 +193,23 @@ def answer(setup: Setup, name: str) -> None:
 
 
 def part_called(name: str) -> Callable[[Setup], Outcome]:
-    """Returns the function of a part.
+    """Returns the function of a part. Its module is imported here, because it takes as long as a short run."""
+    from gpu_parts import parts
 
-    The function's module is imported here, because some of these modules import torch, which takes as long as a short
-    run.
-    """
-    if name in ("gram", "graphs", "fused", "hot"):
-        from gpu_parts import alone
-
-        alone_parts: dict[str, Callable[[Setup], Outcome]] = {"hot": alone.hot}
-        for path in alone.COMPARED:
-            alone_parts[path] = partial(alone.fast_path, path=path)
-        return alone_parts[name]
-    from gpu_parts import one_gpu, two_gpus
-
-    parts: Mapping[str, Callable[[Setup], Outcome]] = {
-        "demo": one_gpu.demo,
-        "train": one_gpu.train_part,
-        "step": one_gpu.step,
-        "checkpoint": one_gpu.checkpoint,
-        "doubts": one_gpu.doubts,
-        "te": one_gpu.fused,
-        "experts": one_gpu.experts,
-        "calibrate": one_gpu.calibrate,
-        "shared": two_gpus.shared,
-        "overlap": two_gpus.overlap,
-        **{f"{axis}2": partial(two_gpus.split, axis=axis) for axis in ("tp", "dp", "pp", "cp")},
+    functions: Mapping[str, Callable[[Setup], Outcome]] = {
+        "demo": parts.demo,
+        "train": parts.train_part,
+        "step": parts.step,
+        "checkpoint": parts.checkpoint,
+        "doubts": parts.doubts,
+        "te": parts.fused,
+        "experts": parts.experts,
+        "calibrate": parts.calibrate,
+        "shared": parts.shared,
+        "overlap": parts.overlap,
+        **{f"{axis}2": partial(parts.split, axis=axis) for axis in ("tp", "dp", "pp", "cp")},
     }
-    return parts[name]
+    return functions[name]
 
 
 if __name__ == "__main__":

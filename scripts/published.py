@@ -12,22 +12,23 @@ import argparse
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from optimizer_rows import PricedRow, price_rows, summary
 from published_rows import (
     ROWS,
     PredictedSeries,
+    PricedRow,
     Published,
     compare,
     compare_orders,
     counted_series,
     load_published,
     mean_absolute_error,
+    price_rows,
     run_of,
+    summary,
 )
 
 from canzona_cli.core.costs import model as model_time
@@ -129,7 +130,7 @@ def refitted(published: Published, compared: Sequence[PredictedSeries]) -> Refit
     slopes = []
     for name, value in profile.items():
         varied = (
-            _with_passes(published, 1 + STEP) if name == "passes" else compare(published, {name: value * (1 + STEP)})
+            with_passes(published, 1 + STEP) if name == "passes" else compare(published, {name: value * (1 + STEP)})
         )
         errors = {layout.series.name: layout.error for layout in varied}
         slopes.append((np.log([1 + errors[name] for name in names]) - base) / math.log1p(STEP))
@@ -145,22 +146,15 @@ def refitted(published: Published, compared: Sequence[PredictedSeries]) -> Refit
     )
 
 
-def _with_passes(published: Published, factor: float) -> list[PredictedSeries]:
-    with scaled_passes(factor):
-        return list(compare(published))
-
-
-@contextmanager
-def scaled_passes(factor: float) -> Iterator[None]:
-    """Multiplies the predicted time of elementwise work in Transformer Engine's layers by `factor`, inside a `with`
-    block."""
+def with_passes(published: Published, factor: float) -> list[PredictedSeries]:
+    """Predicts every series with the time of elementwise work in Transformer Engine's layers multiplied by `factor`."""
     before = ELEMENTWISE_PASSES[True]
     caches = (model_time.stage_time, model_time._pieces)
     try:
         ELEMENTWISE_PASSES[True] = before * factor
         for cache in caches:
             cache.cache_clear()
-        yield
+        return list(compare(published))
     finally:
         ELEMENTWISE_PASSES[True] = before
         for cache in caches:
@@ -219,14 +213,6 @@ def tables(
         yield f"Published without what a prediction needs: {claim.name} {claim.figure} ({claim.source})"
 
 
-UPDATE_HEADS = ("what", "GPU", "matrices", "measured ms", "predicted ms", "error")
-
-
-def update_cells(row: PricedRow) -> tuple[str, ...]:
-    """Returns the cells of a kernel or step of a matrix optimizer, for `UPDATE_HEADS`."""
-    return row.name, row.gpu, row.what, f"{row.measured_ms:.4g}", f"{row.predicted_ms:.4g}", f"{row.error:+.1%}"
-
-
 def _mark(fitted: bool, why_not_counted: str | None) -> str:
     if why_not_counted is not None:
         return "*"
@@ -246,10 +232,13 @@ def _summary(layouts: Sequence[PredictedSeries]) -> str:
 
 def optimizer_tables(rows: Sequence[PricedRow]) -> Iterator[str]:
     """Yields the tables of kernels and steps of matrix optimizers, and their summaries."""
-    yield f"| {' | '.join(UPDATE_HEADS)} | |"
-    yield "| --- " * (len(UPDATE_HEADS) + 1) + "|"
+    yield "| what | GPU | matrices | measured ms | predicted ms | error | |"
+    yield "| --- " * 7 + "|"
     for row in rows:
-        yield f"| {' | '.join(update_cells(row))} | {_mark(row.fitted, row.why_not_counted)} |"
+        yield (
+            f"| {row.name} | {row.gpu} | {row.what} | {row.measured_ms:.4g} | {row.predicted_ms:.4g} "
+            f"| {row.error:+.1%} | {_mark(row.fitted, row.why_not_counted)} |"
+        )
     yield ""
     counted, fitted = [row for row in rows if row.counted], [row for row in rows if row.fitted]
     for words, chosen in (("to which nothing was fitted", counted), ("fitted", fitted)):

@@ -10,8 +10,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from canzona_cli.bench.lineup import Entrant, LineUp, line_up
-from canzona_cli.bench.results import BenchResult, Machine, Measured, StrategyBench, save
-from canzona_cli.bench.sitting import BenchFiles, Turns, read_samples, summarise
+from canzona_cli.bench.results import (
+    BenchFiles,
+    BenchResult,
+    Machine,
+    Measured,
+    StrategyBench,
+    Turns,
+    read_samples,
+    save,
+    summarise,
+)
 from canzona_cli.config.compose import Composed, compose_run, dump_resolved
 from canzona_cli.config.profiles import profile_warnings
 from canzona_cli.config.schema import RunConfig

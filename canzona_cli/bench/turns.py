@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from canzona_cli.bench.sitting import Samples, StepSample, Turns
+from canzona_cli.bench.results import Samples, StepSample, Turns
 from canzona_cli.core.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.core.errors import Diverged, Problem
 from canzona_cli.core.megatron.holdings import finish_gathering, leaves

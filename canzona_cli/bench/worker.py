@@ -4,7 +4,7 @@ import sys
 import time
 from pathlib import Path
 
-from canzona_cli.bench.sitting import BenchFiles, Turns, write_samples
+from canzona_cli.bench.results import BenchFiles, Turns, write_samples
 from canzona_cli.records.files import RunFiles, append_json_line, cache_root
 from canzona_cli.records.records import Ending, read_layout
 from canzona_cli.training.process import IMPORTED_BY_ALL, run_rank

@@ -42,8 +42,8 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import ConfigError, EnvironmentProblem, Problem, SaveFailed, write_error
 from canzona_cli.core.reading import parse
 from canzona_cli.core.setup import Layout
-from canzona_cli.core.writing import Busy, exclusive_lock
-from canzona_cli.records.files import RunFiles, sync_folder
+from canzona_cli.core.writing import Busy, exclusive_lock, write_atomic, write_new
+from canzona_cli.records.files import RunFiles, staged, sync_folder
 
 _POLL_S: Final = 0.02
 _LONGEST_POLL_S: Final = 0.5
@@ -112,14 +112,14 @@ def write_part(partial: Path, rank: int, shard: Shard) -> None:
             stored, tensors = write_shard(path, shard.tensors)
             part["file"] = asdict(stored)
             part["tensors"] = {name: asdict(tensor) for name, tensor in tensors.items()}
-        _write_atomic(_part_path(partial, rank), json.dumps(part).encode())
+        write_atomic(_part_path(partial, rank), json.dumps(part).encode())
     except BaseException as error:
         reported = error if isinstance(error, SaveFailed) else _save_error(path, error)
         with suppress(OSError):
             path.unlink(missing_ok=True)  # makes room for the part file with the reason
         failure = {"error": reported.problems[0].reason, "fix": reported.problems[0].fix}
         try:
-            _write_atomic(_part_path(partial, rank), json.dumps(failure).encode())
+            write_atomic(_part_path(partial, rank), json.dumps(failure).encode())
         except OSError:
             with suppress(OSError):  # a full disk often has room for an empty file
                 _failure_marker(partial, rank).touch()
@@ -299,33 +299,8 @@ def _publish(partial: Path, target: Path) -> Path:
 
 def _write_text(path: Path, text: str) -> StoredFile:
     data = text.encode()
-    _write_new(path, data)
+    write_new(path, data)
     return StoredFile(bytes=len(data), blake3=blake3(data).hexdigest())
-
-
-def _write_atomic(path: Path, data: bytes) -> None:
-    """Writes a file under a temporary name and renames it, so that readers see all of it or nothing."""
-    temporary = path.with_name(f".{path.name}.new")
-    _write_new(temporary, data)
-    os.rename(temporary, path)
-
-
-def _write_new(path: Path, data: bytes) -> None:
-    """Writes a new file and syncs it to the disk. If that fails, removes the file.
-
-    Uses only system calls, because a test kills the process at each of them.
-    """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    try:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[os.write(descriptor, rest) :]
-        os.fsync(descriptor)
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(descriptor)
 
 
 def write_checkpoint(
@@ -366,11 +341,7 @@ def write_checkpoint(
 
 @contextmanager
 def stage_folder(out: Path, *, key: str) -> Iterator[Path]:
-    """Yields a hidden folder next to `out`, and renames it to `out` after the block. If the block fails, the
-    hidden folder is removed.
-
-    The block has to sync the files that it writes to the disk. If the process is killed, the next call with
-    the same `out` removes the hidden folder.
+    """Yields a hidden folder that becomes `out` after the block, as `staged` does, and holds a lock meanwhile.
 
     Args:
         key: the option or setting that `out` comes from, for messages.
@@ -381,21 +352,10 @@ def stage_folder(out: Path, *, key: str) -> Iterator[Path]:
     """
     target = Path(os.path.abspath(out))
     check_empty(target, key=key)
-    partial = target.with_name(f".{target.name}.partial")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with exclusive_lock(target.with_name(f".{target.name}.lock")):
-            if partial.exists():
-                shutil.rmtree(partial)
-            partial.mkdir(mode=0o755)
-            try:
-                yield partial
-                sync_folder(partial)
-                os.rename(partial, target)  # replaces an empty folder, and fails for anything else
-            except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)
-                raise
-            sync_folder(target.parent)
+        with exclusive_lock(target.with_name(f".{target.name}.lock")), staged(target) as partial:
+            yield partial
     except Busy:
         fix = "wait until it has finished, or choose another folder"
         raise ConfigError(Problem(key=key, value=out, reason="is being written by another process", fix=fix)) from None

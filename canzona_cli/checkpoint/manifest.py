@@ -56,8 +56,8 @@ removed: the checkpoint is being deleted; it is hidden so that readers never see
 
 @dataclass(frozen=True, kw_only=True)
 class LossMemory:
-    """The losses that the guards (`training.guards`) remember, in nats per token. They are saved so that the
-    guards treat a resumed run like an uninterrupted one."""
+    """The losses that the guard against divergence (`training.guards`) remembers, in nats per token. They are saved so
+    that it treats a resumed run like an uninterrupted one."""
 
     first: Finite | None = None
     """The loss of the first step that was not skipped."""
@@ -76,15 +76,11 @@ class LossMemory:
     """The step of the last acceptable validation."""
     worse: CountOrZero = 0
     """The number of validations since step `sound`, all of which were too high."""
-    usual: tuple[Finite, ...] = ()
-    """The most recent losses that count as normal."""
-    high: tuple[Finite, ...] = ()
-    """The losses of the current spike; empty if there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """The progress of a run: its counters, and the losses that its guards remember."""
+    """The progress of a run: its counters, and the losses that its guard remembers."""
 
     step: CountOrZero
     samples: CountOrZero

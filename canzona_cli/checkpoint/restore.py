@@ -16,7 +16,7 @@ import torch
 from canzona_cli.checkpoint.contents import AVERAGE, ELEMENTWISE, GROUP, MASTER, RANDOM, content_problems
 from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, Scalar
 from canzona_cli.checkpoint.reader import Reader, missing_tensor
-from canzona_cli.checkpoint.snapshot import MasterPiece, check_random_states, master_pieces, set_random_states
+from canzona_cli.checkpoint.snapshot import MasterPiece, master_pieces, set_random_states
 from canzona_cli.checkpoint.verify import limit_problems, problem_of, read_manifest, table_problems, verify_file
 from canzona_cli.core.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.core.engine.masters import MasterOptimizer, UpdatedMatrix
@@ -79,14 +79,11 @@ def restore(trainee: Trainee, folder: Path, manifest: Manifest, *, weights_only:
             _restore_matrices(matrices, reader, manifest, weights_only=weights_only, averaged=averaged)
         stored = any(name.startswith(RANDOM) for name in manifest.tensors)  # imported checkpoints have none
         usable = stored and manifest.world_size == world.world_size and not weights_only
-        states = reader.random_states(world.rank) if usable else {}
         if usable:
-            check_random_states(states)
+            set_random_states(reader.random_states(world.rank))
     publish_masters(trainee)
     if not weights_only:
         trainee.schedule.step(increment=manifest.progress.step - trainee.schedule.num_steps)
-    if states:
-        set_random_states(states)
 
 
 def publish_masters(trainee: Trainee) -> None:

@@ -313,26 +313,12 @@ def random_states() -> dict[str, torch.Tensor]:
     return states
 
 
-def check_random_states(states: dict[str, torch.Tensor]) -> None:
-    """Checks that `states` can be restored, by comparing types and shapes, and by setting them as the states
-    of new generators. The states of CUDA and of Megatron's tracker are not checked, because their length
-    depends on the device.
+def set_random_states(states: dict[str, torch.Tensor]) -> None:
+    """Restores states that `random_states` has returned. The CUDA state is skipped if CUDA is not in use.
 
     Raises:
         Exception: a state is not valid. The type of the exception depends on the generator.
     """
-    for name, current in random_states().items():
-        if name != "cuda" and not name.startswith(_MEGATRON):
-            state = states[name]
-            if state.dtype != current.dtype or (state.shape != current.shape and name != "python_gauss"):
-                raise ValueError(f"{name} is not the state of a random generator")
-    torch.Generator().set_state(states["torch"])
-    random.Random().setstate(_python_state(states))
-    np.random.RandomState().set_state(_numpy_state(states))
-
-
-def set_random_states(states: dict[str, torch.Tensor]) -> None:
-    """Restores states that `random_states` has returned. The CUDA state is skipped if CUDA is not in use."""
     torch.set_rng_state(states["torch"])
     random.setstate(_python_state(states))
     np.random.set_state(_numpy_state(states))

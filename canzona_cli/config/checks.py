@@ -16,7 +16,7 @@ from canzona_cli.config.settings import override_text, settings
 from canzona_cli.core.errors import Problem, with_own_values
 from canzona_cli.core.model.fp8 import fp8_problems
 from canzona_cli.core.reading import expanded
-from canzona_cli.core.setup import STANDARD_ONLY, Collective, CustomConfig, Execution, MomentumConfig
+from canzona_cli.core.setup import Collective, CustomConfig, Execution
 from canzona_cli.core.setup.execution import RELEASED_TP_MODES, has_tp_modes
 from canzona_cli.core.setup.layout_rules import layout_problems
 
@@ -133,13 +133,6 @@ def _rampup_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _engine_problems(config: RunConfig) -> Iterator[Problem]:
-    if config.optimizer.clip == "adamw" and config.execution in (Execution.LAYERWISE, Execution.MEGATRON_SC):
-        reason = f"needs canzona's engine; with engine.strategy={config.engine.strategy} Megatron clips all gradients"
-        yield Problem("optimizer.clip", reason, "use optimizer.clip=all or none, or engine.strategy=canzona")
-    optimizer = config.optimizer
-    if isinstance(optimizer, MomentumConfig) and optimizer.form == "gram" and optimizer.coefficients in STANDARD_ONLY:
-        reason = f"is numerically unstable with optimizer.coefficients={optimizer.coefficients}"
-        yield Problem("optimizer.form", reason, "use optimizer.form=auto, or optimizer.coefficients=quintic")
     if config.engine.muon_tp_mode not in RELEASED_TP_MODES and has_tp_modes(config.setup):
         reason = "is a mode of Megatron-LM's main branch, which Megatron-core 0.19 cannot run"
         fix = f"use {' or '.join(RELEASED_TP_MODES)}; `canzona plan` shows the simulated time of all modes"

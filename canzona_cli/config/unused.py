@@ -24,24 +24,18 @@ _REFUSED = (
     ("schedule.wsd_decay_steps", ("cosine", "linear", "constant"), "schedule.decay=wsd"),
     ("schedule.decay_steps", ("constant",), "schedule.decay=cosine"),
     ("optimizer.min_lr_ratio", ("constant",), "schedule.decay=cosine"),
-    ("optimizer.clip_grad", ("none",), "optimizer.clip=all"),
-    ("optimizer.clip", (0,), "optimizer.clip_grad=1"),
 )
 """A setting that changes what is trained, the values of another setting with which it has no effect, and an
 override of the other setting with which it has an effect."""
 _HARMLESS = {
     ("train.grad_reduce_dtype", "fp32"),
-    ("optimizer.clip", "none"),
     ("optimizer.clip_grad", 0),
     ("model.shared_ffn_hidden_size", 0),
     ("model.moe_layer_freq", 1),
     ("model.dense_ffn_hidden_size", 0),
 }
 """The settings and values that are accepted although they have no effect, because they change nothing."""
-_IGNORED = (
-    ("train.sample_prompt", "train.sample_every"),
-    ("train.eval_sequences", "train.eval_interval"),
-)
+_IGNORED = (("train.eval_sequences", "train.eval_interval"),)
 """Pairs of settings: the first has no effect if the second is 0."""
 _FIXED = (
     ("canzona", "alpha", None, "always balances compute"),

@@ -31,12 +31,8 @@ def write_atomic(path: Path, content: bytes) -> None:
         OSError: the file cannot be written; no temporary file is left behind.
     """
     temporary = path.with_name(f".{path.name}.{os.urandom(6).hex()}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)  # exclusive: no link is followed
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        write_new(temporary, content)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -100,3 +96,24 @@ def _is_same_file(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:
         return False
+
+
+def write_new(path: Path, content: bytes) -> None:
+    """Writes a file that does not exist yet, not even as a link, and syncs it to the disk.
+
+    Uses only system calls, because a test kills the process at each of them.
+
+    Raises:
+        OSError: the file cannot be written; nothing is left behind.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        rest = memoryview(content)
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+        os.fsync(descriptor)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)

@@ -42,7 +42,6 @@ from canzona_cli.records.files import cache_root
 NO_VALIDATION = "train.eval_interval=0 data.validation_fraction=0"
 """The settings of a run that holds no documents out."""
 _HOLD_OUT = "use other text, or data.validation=null, which holds out documents of the data that is trained on"
-_PREPARE = "prepare the text with canzona data prepare, which keeps the tokenizer beside the tokens"
 _Pair = tuple[PairInfo, Sidecar | None]
 
 _CONFIG_KEYS = {
@@ -67,8 +66,7 @@ def ensure_corpus(
 
     Raises:
         ConfigError: data sets are missing or damaged (lists all of them), or they do not suit the run (lists
-            every reason): their tokenizers differ, token ids exceed the vocabulary, there are too few tokens,
-            or sample texts are impossible.
+            every reason): their tokenizers differ, token ids exceed the vocabulary, or there are too few tokens.
         EnvironmentProblem: the built-in corpus cannot be prepared: the cache is not writable, or this Python has
             no library sources.
     """
@@ -106,23 +104,8 @@ def ensure_corpus(
     problems += [*_repetitions(corpus), *_vocabulary_problems(config, corpus), *_validation_problems(config, corpus)]
     for part, (pair, _) in zip(corpus.sets, pairs, strict=True):
         problems += _length_problems(config, pair, part, blended=len(pairs) > 1)
-    problems += _sample_problems(config, corpus)
     refuse(problems)
     return corpus
-
-
-def tokenizer_of(corpus: PreparedCorpus) -> Tokenizer:
-    """Returns the tokenizer that made the tokens of a corpus.
-
-    Raises:
-        ConfigError: the tokenizer is unknown, because another tool prepared the corpus or the tokenizer's
-            file was removed; or this file is damaged.
-    """
-    if (tokenizer := saved_tokenizer(corpus.prefix, corpus.tokenizer, corpus.eod)) is not None:
-        return tokenizer
-    path = saved_tokenizer_path(corpus.prefix)
-    reason = f"its tokenizer is unknown: there is no {path.name}, which canzona data prepare writes"
-    raise ConfigError(Problem("data.path", reason, _PREPARE, value=str(corpus.prefix)))
 
 
 def saved_tokenizer(prefix: Path, name: str, eod: int | None) -> Tokenizer | None:
@@ -412,22 +395,6 @@ def _length_problems(config: RunConfig, pair: PairInfo, part: PreparedSet, *, bl
         yield problem_with(
             config, "data.validation_fraction", reason, _better_fraction(pair, part.division, config.data, needed)
         )
-
-
-def _sample_problems(config: RunConfig, corpus: PreparedCorpus) -> Iterator[Problem]:
-    """Yields the problems that prevent sample texts: an unknown tokenizer, or a prompt that fills the
-    sequence."""
-    prompt = config.train.sample_prompt
-    if config.train.sample_every == 0:
-        return
-    try:
-        tokens = len(tokenizer_of(corpus).encode_batch([(prompt or "").encode()])[0])
-    except ConfigError as error:
-        yield from (replace(problem, fix=f"{problem.fix}; or train.sample_every=0") for problem in error.problems)
-        return
-    if tokens >= config.train.seq_length:
-        reason = f"is {tokens} tokens, which leaves no room in train.seq_length={config.train.seq_length}"
-        yield problem_with(config, "train.sample_prompt", reason, "use a shorter prompt")
 
 
 def usable_fraction(

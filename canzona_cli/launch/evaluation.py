@@ -32,7 +32,7 @@ ROOT = "evals"
 _REPLACED_SETTINGS = (
     *("optimizer=adamw", "checkpoint.resume=auto", "checkpoint.weights_from=null"),
     *("run.dir=null", f"run.root={ROOT}", "run.trackers=[]", "run.restarts=0"),
-    *("run.profile_steps=null", "train.sample_every=0", "train.recompute=full"),
+    *("run.profile_steps=null", "train.recompute=full"),
 )
 """The settings that replace settings of the saved run. An evaluation needs no optimizer, and must not run the
 code of a custom optimizer. An evaluation saves no activations for a backward pass, and `train.recompute=full`

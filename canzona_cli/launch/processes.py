@@ -121,7 +121,7 @@ def run_trackers(
 def _start_tracker(
     files: RunFiles, name: TrackerName, start: int, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "canzona_cli.training.trackers.follow", str(files.root), name, str(start)]
+    command = [sys.executable, "-m", "canzona_cli.training.trackers", str(files.root), name, str(start)]
     return start_child(command, environment=environment, log=files.tracker_log(name), stdin=subprocess.PIPE)
 
 

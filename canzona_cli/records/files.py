@@ -6,7 +6,9 @@ The launcher and every worker use this module, so it imports nothing slow.
 import errno
 import json
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -146,6 +148,31 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def staged(folder: Path) -> Iterator[Path]:
+    """Yields a hidden folder next to `folder`, and renames it to `folder` after the block. If the block fails, the
+    hidden folder is removed.
+
+    The caller holds a lock. The block has to sync the files that it writes to the disk. If the process is killed, the
+    next call removes the hidden folder.
+
+    Raises:
+        OSError: the folder cannot be made, or `folder` is anything but an empty folder.
+    """
+    partial = folder.with_name(f".{folder.name}.partial")
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(mode=0o755)
+    try:
+        yield partial
+        sync_folder(partial)
+        os.rename(partial, folder)  # replaces an empty folder, and fails for anything else
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    sync_folder(folder.parent)
 
 
 def write_json_atomic(path: Path, value: Mapping[str, object]) -> None:

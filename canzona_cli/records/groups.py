@@ -31,7 +31,6 @@ ADAMW_LR: Final = "optimizer.adamw_lr"
 _WITHOUT_EFFECT: Final = {
     *(LR, ADAMW_LR, "optimizer.lrs", "optimizer.adamw_lr_ratio", "train.seed"),
     *("name", "description", "train.batch_tokens", "train.eval_interval"),
-    *("train.sample_every", "train.sample_prompt"),
 }
 """Settings that change no group: learning rates, the seed, names, and what is written when."""
 _WITH_EFFECT: Final = {

@@ -116,8 +116,8 @@ class TrackerState:
     id: str | None = None
     """The ID that the tracker gave the run; None until it has given one."""
     taken: Mapping[str, int] = field(default_factory=dict)
-    """The last step that was sent, by kind of record: the key is empty for metrics.jsonl, `validation_` for
-    validation.jsonl, and `sample` for the sample texts in events.jsonl."""
+    """The last step that was sent, by kind of record: the key is empty for metrics.jsonl, and `validation_` for
+    validation.jsonl."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,112 +1,11 @@
-"""Detects spikes of the loss (`train.loss_spike`) and runs that have diverged (`train.divergence`)."""
+"""Detects runs that have diverged (`train.divergence`)."""
 
 import math
-from collections import deque
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from canzona_cli.checkpoint.manifest import LossMemory
 from canzona_cli.core.errors import Diverged, Problem
-from canzona_cli.core.setup import TrainConfig
-
-WINDOW = 64
-"""The number of recent losses with which a new loss is compared."""
-ENOUGH = 24
-"""The number of recent losses that are needed to detect a spike. The losses of a run's first steps vary
-widely."""
-SIGMAS = 8.0
-"""The number of standard deviations above the recent mean at which a loss counts as a spike."""
-LEAST_RISE = 0.05
-"""The smallest rise above the recent mean that is a spike, as a fraction of the mean. With large batches the
-loss hardly varies, so even a rise of many standard deviations may be negligible."""
-NEW_LEVEL = 32
-"""The number of consecutive high losses after which these replace the recent losses and count as normal."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Spike:
-    """The start of a spike of the loss. Losses are in nats per token."""
-
-    step: int
-    loss: float
-    mean: float
-    """The mean of the recent losses."""
-    limit: float
-    """The limit above which a loss is a spike."""
-
-    @property
-    def words(self) -> str:
-        """The description of the spike, for messages."""
-        return (
-            f"the loss jumped to {self.loss:.4f} at step {self.step}: the recent mean is {self.mean:.4f}, "
-            f"and a loss above {self.limit:.4f} is a spike"
-        )
-
-
-class LossSpike(Diverged):
-    """The error that ends a run after a spike, with train.loss_spike=stop."""
-
-    def __init__(self, spike: Spike) -> None:
-        super().__init__(
-            Problem(
-                key="train.loss_spike",
-                value="stop",
-                reason=f"{spike.words}; the weights were not saved",
-                fix="a lower optimizer.lr; train.loss_spike=warn continues after any spike",
-            ),
-            since=spike.step,
-        )
-
-
-class SpikeGuard:
-    """A detector of spikes, which compares each loss with the mean and standard deviation of recent losses.
-
-    The losses of a spike do not enter the statistics, so a long spike stays visible. A loss that stays high
-    is reported once, and counts as normal after `NEW_LEVEL` steps. While the loss falls, the recent mean is
-    higher than the loss, so normal descent is never a spike. The recent losses are saved with every
-    checkpoint. The loss is the same on every rank, and so is the guard's result.
-    """
-
-    def __init__(self, settings: TrainConfig, memory: LossMemory = LossMemory()) -> None:
-        self._watches = settings.loss_spike != "ignore"
-        self._recent: deque[float] = deque(memory.usual, maxlen=WINDOW)
-        self._high = list(memory.high)
-        """The losses of the current spike; empty if there is none."""
-
-    def with_recent(self, memory: LossMemory) -> LossMemory:
-        """Returns a copy of `memory` with this guard's recent losses and the losses of the current spike."""
-        return replace(memory, usual=tuple(self._recent), high=tuple(self._high))
-
-    def notice(self, step: int, loss: float) -> Spike | None:
-        """Returns the spike that starts at this step; None if no spike starts. Must not be called for skipped
-        steps.
-
-        Args:
-            loss: The loss of this step over the global batch, in nats per token.
-        """
-        if not self._watches or not math.isfinite(loss):
-            return None
-        mean, limit = self._statistics()
-        if loss <= limit:
-            self._recent.append(loss)
-            self._high.clear()
-            return None
-        self._high.append(loss)
-        if len(self._high) == NEW_LEVEL:
-            self._recent = deque(self._high, maxlen=WINDOW)
-            self._high.clear()
-        return Spike(step=step, loss=loss, mean=mean, limit=limit) if len(self._high) == 1 else None
-
-    def _statistics(self) -> tuple[float, float]:
-        """Returns the mean of the recent losses, and the limit above which a loss is a spike; NaN and
-        infinity if there are fewer than `ENOUGH` recent losses."""
-        count = len(self._recent)
-        if count < ENOUGH:
-            return math.nan, math.inf
-        mean = math.fsum(self._recent) / count
-        deviation = math.sqrt(math.fsum((loss - mean) ** 2 for loss in self._recent) / (count - 1))
-        return mean, mean + max(SIGMAS * deviation, LEAST_RISE * abs(mean))
-
 
 Rule = Literal["far", "validation"]
 """The rule by which a divergence was detected. far: the training loss is far above its best value.

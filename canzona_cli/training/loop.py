@@ -8,22 +8,27 @@ from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from canzona_cli.checkpoint.contents import AVERAGE
 from canzona_cli.checkpoint.manifest import BEGINNING, Progress
+from canzona_cli.checkpoint.restore import publish_masters
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.engine.canzona_optimizer import CanzonaOptimizer, NonFiniteGradients
+from canzona_cli.core.engine.masters import UpdatedMatrix
 from canzona_cli.core.errors import Diverged, Problem
+from canzona_cli.core.megatron.holdings import MasterRange, finish_gathering, megatron_masters
 from canzona_cli.core.megatron.model import Trainee
+from canzona_cli.core.megatron.parallel import gather
 from canzona_cli.records.files import RunFiles
 from canzona_cli.records.records import EMA, Ending, StepMetrics, ValidationLoss
 from canzona_cli.records.words import plural
-from canzona_cli.training.average import WeightAverage
 from canzona_cli.training.data import BatchStream, Datasets
-from canzona_cli.training.guards import Divergence, DivergenceGuard, LossSpike, SpikeGuard
-from canzona_cli.training.measure import StarvationWatch, StepProfiler, StragglerWatch
+from canzona_cli.training.guards import Divergence, DivergenceGuard
+from canzona_cli.training.measure import StepProfiler, StragglerWatch
 from canzona_cli.training.records import Journal, RankRecord
 from canzona_cli.training.saving import Saver
-from canzona_cli.training.step import Sampler, StepResult, describe_bad_losses, step_rates, train_step, validate
+from canzona_cli.training.step import StepResult, describe_bad_losses, step_rates, train_step, validate
 
 
 class NonFiniteLoss(Diverged):
@@ -68,14 +73,10 @@ class Training:
     start: Start = Start()
     saver: Saver | None = None
     """The writer of checkpoints; None if nothing is saved."""
-    sampler: Sampler | None = None
-    """The writer of sample texts; None if the run does not write samples."""
 
     def __post_init__(self) -> None:
         self.progress = self.start.progress
-        memory = self.progress.losses
-        self._spikes = SpikeGuard(self.trainee.setup.train, memory)
-        self._divergence = DivergenceGuard(self.trainee.setup.model.vocab_size, memory)
+        self._divergence = DivergenceGuard(self.trainee.setup.model.vocab_size, self.progress.losses)
         self._average = WeightAverage(self.trainee) if self.trainee.setup.train.ema else None
         self._ongoing: Divergence | None = None
         """The divergence that `check_recovered` checks; None if none was reported. A newly reported
@@ -90,7 +91,6 @@ class Training:
         Raises:
             NonFiniteLoss: on every rank together, if the loss is NaN or infinite.
             NonFiniteGradients: on every rank together, with train.non_finite=stop.
-            LossSpike: on every rank together, with train.loss_spike=stop.
             Diverged: on every rank together, with train.divergence=stop.
             SaveFailed: on every rank together, if the run's final checkpoint could not be saved.
         """
@@ -107,7 +107,6 @@ class Training:
         trainee.timer.number_from(first_step)
         profiler = StepProfiler(self.files, world, trainee.timer, config.run.profile_steps)
         stragglers = StragglerWatch(world, trainee.timer, self.journal)
-        starvation = StarvationWatch(self.journal, last_step=last_step)
         with suspend_garbage_collection():
             for step in range(first_step, last_step + 1):
                 self.record.watchdog.step()
@@ -116,7 +115,6 @@ class Training:
                 finished = step == last_step
                 profiler.after_step(step, final=finished or result.stop)
                 stragglers.after_step(step)
-                starvation.after_step(step, result.routing)
                 self.journal.step(step_metrics(trainee, self.progress, result, step_s))
                 self._check(step, result)
                 if result.stop and not finished:
@@ -185,24 +183,17 @@ class Training:
         return self.saver is not None and self.trainee.world.rank == 0 and self.saver.is_due(self.progress.step + 1)
 
     def _check(self, step: int, result: StepResult) -> None:
-        """Checks the loss of a step, and reports spikes and divergence.
+        """Checks the loss of a step, and reports a divergence.
 
         Raises:
             NonFiniteLoss: the loss is not finite.
-            LossSpike: the loss jumped, with train.loss_spike=stop.
             Diverged: the run has diverged, with train.divergence=stop.
         """
         # A skipped step changed nothing, so a loss that is not finite does no harm.
         if not result.skipped and not math.isfinite(result.loss):
             raise NonFiniteLoss(step, result.loss, result.bad_ranks, since=self._divergence.since)
         divergence = self._divergence.notice(step, None if result.skipped else result.loss)
-        spike = None if result.skipped else self._spikes.notice(step, result.loss)
         self._remember()
-        if spike is not None:
-            facts = {"step": step, "loss": spike.loss, "mean": spike.mean, "limit": spike.limit}
-            self.journal.incident("loss_spike", detail=spike.words, level="warning", **facts)
-            if self.trainee.setup.train.loss_spike == "stop":
-                raise LossSpike(spike)
         if divergence is not None and self._report_divergence(divergence):
             raise divergence.error()
 
@@ -216,12 +207,12 @@ class Training:
         return self.trainee.setup.train.divergence == "stop"
 
     def _remember(self) -> None:
-        """Stores the losses that the guards remember in the progress, which the next checkpoint saves."""
-        self.progress = replace(self.progress, losses=self._spikes.with_recent(self._divergence.memory))
+        """Stores the losses that the guard remembers in the progress, which the next checkpoint saves."""
+        self.progress = replace(self.progress, losses=self._divergence.memory)
 
     def _save_and_validate(self, step: int, *, save: bool, finished: bool) -> None:
-        """Saves, validates and writes a sample, as far as these are due after a step. After the last step,
-        waits until the checkpoint is complete."""
+        """Saves and validates, as far as these are due after a step. After the last step, waits until the checkpoint
+        is complete."""
         config = self.config
         saver = self.saver if save or (finished and config.checkpoint.at_end) else None
         if saver is not None:
@@ -230,10 +221,6 @@ class Training:
             self.record.watchdog.stage("train")
         if finished or self._validation_due(step):
             self._validate()
-        if self.sampler is not None and (finished or step % config.train.sample_every == 0):
-            self.journal.stage("validate", f"step {step}: a sample")
-            self.journal.sample(step, self.sampler.prompt, self.sampler.text(self.trainee))
-            self.journal.stage("train", f"step {step}")
         if saver is not None and finished:
             self.journal.stage("save", f"step {step}")
             self.record.checkpoint = saver.wait(self.progress)
@@ -343,3 +330,64 @@ def suspend_garbage_collection() -> Iterator[None]:
     finally:
         gc.enable()
         gc.unfreeze()
+
+
+class WeightAverage:
+    """The exponential moving average of this rank's masters (`train.ema`). It begins as the weights after the first
+    step that it sees. All ranks have to call all methods.
+
+    The average of a master is a part of its optimizer's state, so it lies where the master does, is saved and loaded
+    with the other state, and starts anew from the weight if that state is reset after an update that was not finite.
+    """
+
+    def __init__(self, trainee: Trainee) -> None:
+        self._trainee = trainee
+        self._items: list[MasterRange | UpdatedMatrix] = [*megatron_masters(trainee.optimizer, trainee.chunks)]
+        if isinstance(trainee.optimizer, CanzonaOptimizer):
+            matrices = trainee.optimizer.matrices
+            self._items += [*matrices.whole, *matrices.fragments]
+        self.begun = any(gather(any(AVERAGE in item.state for item in self._items), bool))
+        """True once there is an average: after a step, or in a checkpoint."""
+        if self.begun:
+            self._begin()
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Adds the weights to the average. Call this after each step that changed them."""
+        known = [item for item in self._items if AVERAGE in item.state]
+        if known:
+            add = get_ema_multi_avg_fn(self._trainee.setup.train.ema)  # type: ignore[no-untyped-call]
+            add([_average(item) for item in known], [item.master.detach() for item in known], 0)
+        self._begin()
+        self.begun = True
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Gives the model the average in place of the weights inside the block."""
+        finish_gathering(self._trainee.chunks)
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _begin(self) -> None:
+        """Begins the averages that are missing."""
+        for item in self._items:
+            if AVERAGE not in item.state:
+                optimizer = item.inner if isinstance(item, MasterRange) else item.optimizer
+                optimizer.state[item.master][AVERAGE] = item.master.detach().clone()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for item in self._items:
+            weight = item.master.clone()
+            item.master.copy_(_average(item))
+            _average(item).copy_(weight)
+        publish_masters(self._trainee)
+
+
+def _average(item: MasterRange | UpdatedMatrix) -> torch.Tensor:
+    average = item.state[AVERAGE]
+    assert isinstance(average, torch.Tensor)
+    return average

@@ -1,5 +1,5 @@
 """Measures steps: computes the breakdown of a run, profiles single steps, and detects ranks that are slower
-than their peers, and experts that get no tokens."""
+than their peers."""
 
 import logging
 import resource
@@ -21,7 +21,6 @@ from canzona_cli.records.breakdown import MeasuredBreakdown, PeakMemory, PhaseTi
 from canzona_cli.records.files import RunFiles
 from canzona_cli.records.statistics import OverRanks, by_phase, load_balance, mean_phases
 from canzona_cli.training.records import Journal
-from canzona_cli.training.step import Routing
 
 WARM_UP_STEPS = 2
 """The number of initial steps that are not measured; a launch of one or two steps measures its last step.
@@ -296,39 +295,3 @@ def find_stragglers(
         if ratio > limit and own_s - peers_s > LEAST_EXCESS * step_s:
             slow[rank] = ratio
     return slow
-
-
-STARVATION_WINDOW: Final = 100
-"""The number of steps between two checks for experts that got no token."""
-_NAMED: Final = 8
-"""The maximum number of experts that a report names."""
-
-
-class StarvationWatch:
-    """A detector of experts that get no tokens, so that their weights are not trained.
-
-    Every `STARVATION_WINDOW` steps, and after the last step, it reports the experts that got no token since its
-    previous check.
-    """
-
-    def __init__(self, journal: Journal, *, last_step: int) -> None:
-        self._journal, self._last_step = journal, last_step
-        self._fed: set[tuple[int, int]] = set()
-        self._steps = 0
-
-    def after_step(self, step: int, routing: Routing | None) -> None:
-        """Adds a step's token counts; None for a dense model. Must be called after every step."""
-        if routing is None:
-            return
-        self._steps += 1
-        experts = [(layer, expert) for layer, row in enumerate(routing.tokens) for expert in range(len(row))]
-        self._fed |= {(layer, expert) for layer, expert in experts if routing.tokens[layer][expert]}
-        if self._steps < STARVATION_WINDOW and step < self._last_step:
-            return
-        starved = [f"layers.{layer}.experts.{expert}" for layer, expert in experts if (layer, expert) not in self._fed]
-        if starved:
-            named = ", ".join(starved[:_NAMED]) + (", ..." if len(starved) > _NAMED else "")
-            detail = f"{len(starved)} of {len(experts)} experts got no token in {self._steps} steps: {named}"
-            facts = {"step": step, "experts": len(starved)}
-            self._journal.incident("starved_experts", detail=detail, level="warning", **facts)
-        self._fed, self._steps = set(), 0

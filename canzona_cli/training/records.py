@@ -12,7 +12,6 @@ from pathlib import Path
 
 from canzona_cli.config.secrets import redact, shown_value
 from canzona_cli.core.errors import CanzonaError, Diverged, EnvironmentProblem, ExitCode, Problem
-from canzona_cli.core.setup.training import TEMPERATURE
 from canzona_cli.records.breakdown import MeasuredBreakdown
 from canzona_cli.records.codec import record_dict, save
 from canzona_cli.records.files import (
@@ -179,11 +178,6 @@ class Journal:
         """Adds a validation to validation.jsonl. Losses, also those by data set, are in nats per token."""
         record = ValidationLoss(step=step, loss=loss, sets=sets or {}, time=time.time())
         self._append(self._files.validation, record_dict(record))
-
-    def sample(self, step: int, prompt: str, text: str) -> None:
-        """Records the model's continuation of the prompt, of which each token is sampled."""
-        detail = f"at step {step:,} the model writes, at temperature {TEMPERATURE:g}: {prompt}{text}"
-        self.incident("sample", detail=detail, level="info", step=step, prompt=prompt, text=text)
 
     def breakdown(self, breakdown: MeasuredBreakdown) -> None:
         """Writes the run's breakdown."""

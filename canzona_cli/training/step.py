@@ -1,26 +1,20 @@
-"""Runs training steps and validations, and writes sample texts, with a Megatron-core model."""
+"""Runs training steps and validations with a Megatron-core model."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice, repeat, tee
+from itertools import islice, tee
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_batch_on_this_cp_rank
 
-from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.engine.canzona_optimizer import CanzonaOptimizer, NonFiniteGradients
 from canzona_cli.core.megatron.model import Model, Trainee
 from canzona_cli.core.megatron.timers import PhaseTimer
 from canzona_cli.core.model.families import layer_models
 from canzona_cli.core.setup import ModelConfig
-from canzona_cli.core.setup.training import TEMPERATURE
-from canzona_cli.data.corpus import tokenizer_of
-from canzona_cli.data.tokenizers import Tokenizer
-from canzona_cli.records.corpus import PreparedCorpus
 from canzona_cli.training.data import Batch, padded_micro_batches
 
 LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -317,137 +311,3 @@ def describe_bad_losses(ranks: Sequence[int]) -> str:
         return ""
     named = ", ".join(str(rank) for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
     return f"the loss is not finite on rank{'s' if len(ranks) > 1 else ''} {named}"
-
-
-SAMPLE_TOKENS = 48
-"""The maximum number of tokens in a sample; prompt and sample together fit one sequence."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampler:
-    """A writer of sample texts, in which the model in training continues a fixed prompt. Works with any
-    layout.
-
-    Every token takes a forward pass over the complete sequence, without a cache, in the schedule that
-    validations use. Samples of the same model are equal in every layout, up to rounding, and sampling does not change
-    the state of training. All ranks make the same passes and collectives in the same order, and agree on each token
-    before they compute the next.
-    """
-
-    tokenizer: Tokenizer
-    prompt: str
-    """The text to continue; empty to start a new document."""
-    tokens: int
-    """The maximum number of tokens to write."""
-
-    def text(self, model: Model) -> str:
-        """Returns the model's continuation of the prompt, the same on every rank. Collective."""
-        start: list[int] = self.tokenizer.encode_batch([self.prompt.encode()])[0].tolist()
-        end = self.tokenizer.eod
-        return self.tokenizer.decode(continuation(model, start or [end], tokens=self.tokens, end=end))
-
-
-def sampler_of(config: RunConfig, corpus: PreparedCorpus) -> Sampler | None:
-    """Returns the sampler for a run's settings; None if the run does not write samples."""
-    train = config.train
-    if train.sample_every == 0:
-        return None
-    return Sampler(tokenizer=tokenizer_of(corpus), prompt=train.sample_prompt or "", tokens=SAMPLE_TOKENS)
-
-
-@torch.no_grad()
-def continuation(model: Model, prompt: Sequence[int], *, tokens: int, end: int) -> list[int]:
-    """Returns a continuation of the prompt, in which each token is sampled at `TEMPERATURE`, with noise that depends
-    only on its position. Collective.
-
-    Args:
-        prompt: At least one token, and fewer than `train.seq_length`.
-        tokens: The maximum number of tokens to return. The sequence also ends at `train.seq_length`.
-        end: The token that ends the text; it is not returned.
-    """
-    layout, longest = model.world.layout, model.setup.train.seq_length
-    length = min(longest, len(prompt) + tokens)
-    # Context and sequence parallelism divide the sequence into this many slices.
-    slices = 2 * layout.cp * layout.tp
-    padded_length = min(longest, -(-length // slices) * slices)
-    sequence = torch.zeros(1, padded_length, dtype=torch.int64, device=model.world.device)
-    sequence[0, : len(prompt)] = torch.tensor(prompt)
-    written: list[int] = []
-    with evaluation_mode(model):
-        for position in range(len(prompt) - 1, length - 1):
-            token = _next_token(model, sequence, position)
-            if token == end:
-                break
-            written.append(token)
-            sequence[0, position + 1] = token
-    return written
-
-
-def _next_token(model: Model, sequence: torch.Tensor, position: int) -> int:
-    """Returns the token after `position`, the same on every rank. Collective.
-
-    The largest sum of a logit, divided by the temperature, and Gumbel noise is a sample of the softmax, and needs no
-    softmax over the ranks that share the vocabulary. Attention is causal, so the tokens after `position` do not matter.
-
-    Args:
-        sequence: token ids, `[1, seq]`.
-    """
-    world = model.world
-    batch = {"tokens": sequence, "position_ids": torch.arange(sequence.size(1), device=world.device)[None]}
-    if world.layout.cp > 1:
-        batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=world.groups.cp)
-    # Every rank contributes a noisy logit and a token id; ranks without this position's logits contribute -inf.
-    no_token = torch.iinfo(torch.int64).max
-    logit = torch.full((1,), -torch.inf, device=world.device)
-    token = torch.full((1,), no_token, device=world.device)
-    for logits in _logits(model, batch):
-        logits_here = logits[batch["position_ids"] == position].float().nan_to_num(nan=-torch.inf)
-        if len(logits_here):  # `[1, vocab / tp]`
-            vocabulary = logits_here.size(1) * world.layout.tp
-            noise = gumbel_noise(position, vocabulary).tensor_split(world.layout.tp)[world.tp_rank]
-            logits_here = logits_here / TEMPERATURE + noise.to(world.device)
-            logit = logits_here.amax(dim=1)
-            token = logits_here.argmax(dim=1) + world.tp_rank * logits_here.size(1)
-    best_logit = logit.clone()
-    torch.distributed.all_reduce(best_logit, torch.distributed.ReduceOp.MAX)
-    token = torch.where(logit == best_logit, token, no_token)
-    torch.distributed.all_reduce(token, torch.distributed.ReduceOp.MIN)
-    [token_id] = model.timer.read(token)
-    return int(token_id)
-
-
-def gumbel_noise(position: int, vocabulary: int) -> torch.Tensor:
-    """Returns Gumbel noise, `[vocab]`, for the token after `position`; padding of the vocabulary does not change it."""
-    uniform = torch.rand(vocabulary, dtype=torch.float64, generator=torch.Generator().manual_seed(position))
-    return -torch.log(-torch.log(uniform.clamp(min=1e-300))).float()
-
-
-def _logits(model: Model, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Runs a forward pass. Returns a list with the logits, `[1, seq / cp, vocab / tp]`, on the last stage,
-    and an empty list elsewhere.
-
-    If the schedule needs several micro-batches, the batch is repeated, and only the logits of the first
-    micro-batch are returned.
-    """
-    layout = model.world.layout
-    logits: list[torch.Tensor] = get_forward_backward_func()(
-        forward_step_func=_forward_logits,
-        data_iterator=[repeat(batch) for _ in model.chunks],
-        model=list(model.chunks),
-        # The interleaved schedule needs at least as many micro-batches as there are stages.
-        num_microbatches=layout.pp if layout.vpp > 1 else 1,
-        seq_length=batch["tokens"].size(1) * layout.cp,
-        micro_batch_size=1,
-        forward_only=True,
-        collect_non_loss_data=True,
-    )
-    return logits[:1]
-
-
-def _forward_logits(
-    batches: Iterator[dict[str, torch.Tensor]], chunk: torch.nn.Module
-) -> tuple[torch.Tensor, Callable[[torch.Tensor, bool], torch.Tensor]]:
-    """Runs the forward pass of one micro-batch, as Megatron's schedule requires. Returns the logits, and the
-    function that tells the schedule to collect them."""
-    batch = next(batches)
-    return chunk(batch["tokens"], batch["position_ids"], None), lambda logits, non_loss_data: logits

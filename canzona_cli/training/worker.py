@@ -36,7 +36,6 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     from canzona_cli.training.loop import Start, Training
     from canzona_cli.training.measure import gather_breakdown
     from canzona_cli.training.saving import Saver
-    from canzona_cli.training.step import sampler_of
 
     config = load_resolved(files.config)
     layout, corpus = read_layout(files.layout), read_corpus(files)
@@ -83,10 +82,7 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
         alive=record.watchdog.progress,
     )
     try:
-        sampler = sampler_of(config, corpus)
-        training = Training(
-            config, trainee, datasets, files, journal, record, start=start, saver=saver, sampler=sampler
-        )
+        training = Training(config, trainee, datasets, files, journal, record, start=start, saver=saver)
         ending = training.run()
     except (Diverged, WorkerCrashed):
         # All ranks, or for WorkerCrashed all ranks of a stage, raise these errors together, so a save of an

@@ -43,6 +43,7 @@ class Outcome:
     summary: str
     numbers: Mapping[str, object] = field(default_factory=dict)
     comparisons: Sequence[Comparison] = ()
+    verified: Sequence[str] = ()
 
     @classmethod
     def read(cls, path: Path) -> "Outcome":
@@ -145,9 +146,11 @@ def _compared(comparisons: Sequence[Comparison]) -> Iterator[str]:
 
 
 def verified(setup: Setup, results: Sequence[PartResult]) -> list[FastPath]:
-    """Lists the fast paths whose parts passed on the GPUs: the value of `cluster.verified`."""
-    passed = {result.part for result in results if result.outcome.status == "pass"}
-    return [path for path in get_args(FastPath) if setup.device == "cuda" and path in passed]
+    """Lists the fast paths that agreed with their references on the GPUs: the value of `cluster.verified`. The part
+    `shared` verifies one, and the calibration verified the others."""
+    agreed = {result.part for result in results if result.outcome.status == "pass"}
+    agreed |= {str(path) for result in results for path in result.outcome.verified}
+    return [path for path in get_args(FastPath) if setup.device == "cuda" and path in agreed]
 
 
 def content(setup: Setup, about: Mapping[str, object], results: Sequence[PartResult]) -> str:

@@ -252,7 +252,7 @@ KINDS: Mapping[str, tuple[Change, str]] = {
     "a generator that reads beyond its words": (_numpy_reads_beyond, "state position must be"),
     "a generator of another length": (
         lambda content: content.put("random.00000/torch", np.zeros(10, np.uint8)),
-        "torch is not the state",
+        "RNG state",
     ),
     "a rank without generators": (_random_gone, "KeyError"),
 }

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.bench.sitting import Samples, StepSample, Turns, read_samples, summarise, write_samples
+from canzona_cli.bench.results import Samples, StepSample, Turns, read_samples, summarise, write_samples
 from canzona_cli.records.files import RunFiles
 
 

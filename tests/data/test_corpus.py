@@ -16,7 +16,7 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.errors import EnvironmentProblem
 from canzona_cli.core.writing import Busy, exclusive_lock
 from canzona_cli.data.build import BuiltPair
-from canzona_cli.data.corpus import ensure_corpus, token_bytes, tokenizer_of
+from canzona_cli.data.corpus import ensure_corpus, token_bytes
 from canzona_cli.data.indexed import bin_path, idx_path, inspect_pair, saved_tokenizer_path, sidecar_path
 from canzona_cli.data.order import split_tokens
 from canzona_cli.data.prepare import PrepareRequest, prepare
@@ -185,10 +185,9 @@ def test_a_damaged_tokenizer_is_told_with_its_file(tmp_path: Path) -> None:
     sidecar_path(built.prefix).write_text(json.dumps(said))
     path, corpus = saved_tokenizer_path(built.prefix), ensure_corpus(run)
     path.write_text('{"version": ')
-    for read in (tokenizer_of, token_bytes):
-        [problem] = refused(read, corpus)
-        assert (problem.key, problem.value) == ("data.path", str(path))
-        assert "--overwrite" in problem.fix
+    [problem] = refused(token_bytes, corpus)
+    assert (problem.key, problem.value) == ("data.path", str(path))
+    assert "--overwrite" in problem.fix
 
 
 def test_missing_and_damaged_data_are_told(tmp_path: Path) -> None:

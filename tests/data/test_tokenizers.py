@@ -165,3 +165,7 @@ def test_a_hub_name_is_told_that_nothing_is_downloaded() -> None:
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(257, "uint16"), (65_499, "uint16"), (65_500, "int32")])
 def test_ids_are_stored_as_narrow_as_megatron_does(vocab_size: int, dtype: str) -> None:
     assert token_dtype(vocab_size).__name__ == dtype
+
+
+def test_bytes_that_are_no_text_are_shown_as_such() -> None:
+    assert ByteTokenizer().decode([72, 105, 0xC3, 256, 500, 0xC3, 0xA9]) == "Hi\ufffd\ufffd\ufffd\u00e9"

@@ -49,7 +49,6 @@ def custom(config: RunConfig, source: Path, name: str, **options: bool | int | f
             lr=base.lr,
             weight_decay=base.weight_decay,
             clip_grad=base.clip_grad,
-            clip=base.clip,
             source=f"{source}:{name}",
             options={**options},
         ),

@@ -171,8 +171,6 @@ def _optimizer(dice: random.Random) -> tuple[str, dict[str, str | float]]:
             "max_preconditioner_dim": dice.choice((24, 64)),
             "stagger": _yes(dice),
         }
-        if name == "shampoo":
-            settings["grafting"] = dice.choice(("none", "sgd", "adam"))
     return name, settings
 
 

@@ -9,8 +9,7 @@ from typing import cast
 import pytest
 
 from canzona_cli.bench.lineup import LineUp, line_up
-from canzona_cli.bench.results import BenchResult, StrategyBench, disagreements
-from canzona_cli.bench.sitting import Samples, Turns, summarise
+from canzona_cli.bench.results import BenchResult, Samples, StrategyBench, Turns, disagreements, summarise
 from canzona_cli.bench.turns import RunningStrategy, gather_samples, take_turns
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import RunConfig

@@ -10,10 +10,9 @@ from rich.console import Console
 
 from canzona_cli.bench.calibrate import collectives, compute
 from canzona_cli.bench.calibrate.calibrate import calibrate, prepare_run, write_profile
-from canzona_cli.bench.calibrate.collectives import KINDS, ROW, Members, group_sizes, measure_collectives
+from canzona_cli.bench.calibrate.collectives import KINDS, ROW, Members, Team, group_sizes, measure_collectives
 from canzona_cli.bench.calibrate.compute import shapes, update_samples, variants
 from canzona_cli.bench.calibrate.profile import Effort, Measurement, Recorder
-from canzona_cli.bench.calibrate.timing import Team
 from canzona_cli.cli.views.calibrate import Progress
 from canzona_cli.config.compose import compose_run
 from canzona_cli.core.costs.machine import profile_mismatches

@@ -15,8 +15,7 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.megatron.model import Trainee
 from canzona_cli.core.megatron.parallel import World
 from canzona_cli.core.optimizers import cpu_matmuls
-from canzona_cli.core.optimizers.muon import Muon
-from canzona_cli.core.optimizers.normuon import NorMuon
+from canzona_cli.core.optimizers.muon import Muon, NorMuon
 from canzona_cli.core.optimizers.shampoo import Shampoo
 from canzona_cli.core.optimizers.soap import SOAP
 from canzona_cli.core.planner.memory import plan_memory

@@ -47,7 +47,6 @@ SETTINGS = OPTIMIZERS | {"soap": (*OPTIMIZERS["soap"], "optimizer.precondition_f
 MESHES = LAYOUTS | {"tp2 pp2": (*LAYOUTS["tp2 pp2"], "train.micro_batch_size=4")}
 
 NORMAL = [("muon", "tp2 pp2"), ("soap", "tp2 dp2")]
-"""`scripts/exactness.py` has every optimizer in every layout."""
 
 Run = tuple[tuple[str, ...], int]
 """Settings, and how many steps are made with them."""
@@ -164,7 +163,6 @@ def test_matrices_are_what_an_ordinary_optimizer_makes_of_their_gradients(optimi
 
 
 def test_shared_matrices_are_what_one_process_makes_of_their_gradients_and_another_order_of_sums() -> None:
-    """`scripts/exactness.py` has every mode and more layouts."""
     found, one = RUNS[SHARING], RUNS[IN_GRAM_FORM]
     assert len(found.shared) == 14
     assert found.fallbacks == one.fallbacks == 0

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.core.engine.planned import PlannedOptimizer
-from canzona_cli.core.optimizers import Muon
 from canzona_cli.core.optimizers.graphs import Replayed
+from canzona_cli.optimizers import Muon
 from canzona_cli.records.files import RunFiles
 from canzona_cli.training import loop
 from tests.dist.engine_support import engine_of

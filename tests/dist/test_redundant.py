@@ -99,8 +99,7 @@ def test_fused_matrices_are_canzonas() -> None:
 
 def _plain(source: Path, *overrides: str) -> tuple[RunConfig, Layout]:
     """SC or canzona with the user's own optimizer; gradients of unit size are clipped to about a third."""
-    limit = () if "optimizer.clip=none" in overrides else ("optimizer.clip_grad=100",)
-    config, layout = resolve("train.precision=fp32", *limit, *overrides)
+    config, layout = resolve("train.precision=fp32", "optimizer.clip_grad=100", *overrides)
     return custom(config, source, "Plain"), layout
 
 
@@ -121,13 +120,8 @@ def test_an_own_optimizer_clipped_by_the_norm(source: Path, model: tuple[str, ..
         return run_engines([Case(config=config, layout=where, steps=steps, look=norm) for config, where in made])
 
     sc, canzona = ("engine.strategy=sc",), ("engine.strategy=canzona",)
-    clips = ((*sc, "optimizer.clip=none"), (*canzona, "optimizer.clip=adamw"))
-    one, free, none, adamw = runs(ONE, sc, (*sc, "optimizer.clip_grad=0"), *clips)
+    one, free = runs(ONE, sc, (*sc, "optimizer.clip_grad=0"))
     assert _worst(one.after, free.after) > 0.1 * LR, "nothing was clipped"
-    assert _worst(none.after, free.after) == 0.0
-    for name, weight in adamw.after.items():
-        wanted = (free if "_proj" in name else one).after[name]
-        torch.testing.assert_close(weight, wanted, rtol=2.4e-7, atol=1e-6 * LR, msg=name)
     for found in runs(LAYOUTS[where], sc, canzona):
         assert found.kept == pytest.approx([one.kept[0]] * 4, rel=1e-6)
         for name, weight in one.after.items():  # a step is about LR; norms' weights are about 1, whose last bit is more

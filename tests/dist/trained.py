@@ -19,8 +19,7 @@ from canzona_cli.core.megatron.model import Trainee
 from canzona_cli.core.megatron.parallel import World
 from canzona_cli.core.model.matrices import Matrix
 from canzona_cli.core.optimizers.facts import Form
-from canzona_cli.core.optimizers.muon import Muon
-from canzona_cli.core.optimizers.normuon import NorMuon
+from canzona_cli.core.optimizers.muon import Muon, NorMuon
 from canzona_cli.core.optimizers.shampoo import Shampoo
 from canzona_cli.core.optimizers.shared_muon import SharedMuon
 from canzona_cli.core.optimizers.shared_rows import FragmentGroup, Shape, Turns
@@ -285,7 +284,7 @@ def ordinary(config: RunConfig, params: list[torch.nn.Parameter]) -> torch.optim
     return Shampoo(
         params, o.lr, weight_decay=o.weight_decay, betas=(o.beta1, o.beta2), eps=o.eps, shampoo_beta=o.shampoo_beta,
         shampoo_eps=1e-12, precondition_frequency=o.precondition_frequency,
-        max_preconditioner_dim=o.max_preconditioner_dim, grafting=o.grafting, roots=algorithm_of(config.setup).roots,
+        max_preconditioner_dim=o.max_preconditioner_dim, roots=algorithm_of(config.setup).roots,
         spread=o.stagger,
     )  # fmt: skip
 

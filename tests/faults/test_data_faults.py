@@ -18,9 +18,7 @@ from canzona_cli.core.optimizers.shared_rows import FragmentGroup, Shape, Turns,
 from canzona_cli.launch.resume import choose_resumption
 from canzona_cli.records.files import RunFiles, read_json
 from canzona_cli.records.records import read_layout
-from canzona_cli.training import guards
 from canzona_cli.training.data import Batch
-from canzona_cli.training.guards import ENOUGH
 from tests.faults.forked import forked_run
 from tests.faults.support import LaunchedRun
 
@@ -72,41 +70,12 @@ def test_a_loss_that_is_no_number_on_one_rank(optimizer: tuple[str, ...], tmp_pa
 
 
 TWO = ("gpus=2", "parallel.tp=1", "optimizer=adamw")
-SPIKE = ENOUGH + 2
-"""The step at which a loss spikes, which then is one: after enough others."""
-
-
-def strange_labels(rank: int, step: int, batch: Batch) -> Batch:
-    """Returns the batch with an id that no text has, from that step on."""
-    if step >= SPIKE:
-        batch["labels"].fill_(383)
-    return batch
-
-
-def test_a_loss_spike_ends_the_run_where_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guards, "SIGMAS", 2.0)  # the losses of a run this short scatter widely
-    outcome = forked_run(
-        tmp_path / "run",
-        *(*TWO, f"train.steps={SPIKE + 5}", "train.loss_spike=stop"),
-        *("checkpoint.every_steps=20", "checkpoint.every_minutes=null"),
-        spoil=strange_labels,
-    )
-    assert (outcome.status, outcome.exit_code) == ("diverged", 70)
-    (problem,) = outcome.problems
-    assert f"at step {SPIKE}:" in problem.reason
-    assert "the last good checkpoint is step-00000020" in problem.reason
-    assert "checkpoint.resume=step-00000020" in problem.fix
-    files = RunFiles(tmp_path / "run")
-    assert len(lines(files.metrics)) == SPIKE
-    assert [path.name for path in files.checkpoints.iterdir()] == ["step-00000020"], "the spike was not saved"
-    (event,) = (line for line in lines(files.events) if line["event"] == "loss_spike")
-    assert (event["step"], event["level"]) == (SPIKE, "warning")
 
 
 @pytest.mark.sweep  # two launches and thirty saves
 def test_a_run_that_diverges_after_it_was_resumed(tmp_path: Path) -> None:
-    """The first launch goes well and says so; the second, at AdamW's learning rate 5, is lost within steps. Its guards
-    know the steps of the first: with an empty window, no jump would be seen for 24 steps."""
+    """The first launch goes well and says so; the second, at AdamW's learning rate 5, is lost within steps. Its guard
+    knows the first loss of the first."""
     files = RunFiles(tmp_path / "run")
     two = (*TWO, "checkpoint.every_steps=2", "checkpoint.keep=20")
     well = forked_run(files.root, *two, "train.steps=26")
@@ -118,12 +87,9 @@ def test_a_run_that_diverges_after_it_was_resumed(tmp_path: Path) -> None:
     lost = forked_run(files.root, *two, *high)
     assert (lost.status, lost.exit_code) == ("diverged", 70)
     events = lines(files.events)
-    (jump,) = (line for line in events if line["event"] == "loss_spike")
     (divergence,) = (line for line in events if line["event"] == "divergence")
-    assert isinstance(jump["step"], int)
     assert isinstance(divergence["since"], int)
-    assert 26 < jump["step"] < 26 + ENOUGH
-    assert 26 < divergence["since"] <= jump["step"]
+    assert 26 < divergence["since"] < 60
     memory = [found.manifest for found in CheckpointStore(files.checkpoints).checkpoints()]
     assert {None if one is None else one.progress.losses.first for one in memory} == {first}
     sound = max(step for step in range(2, divergence["since"], 2))

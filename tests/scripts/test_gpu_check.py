@@ -10,10 +10,8 @@ from typing import Any, get_args
 
 import gpu_check
 import pytest
-import torch
-from gpu_check import PARTS, Part, check, part_called
-from gpu_parts import one_gpu, two_gpus
-from gpu_parts.alone import lone_team
+from gpu_check import PARTS, Part, check
+from gpu_parts import parts
 from gpu_parts.outcome import Outcome, Setup
 from gpu_parts.runs import Event, compare_curves, on_device, read_steps
 
@@ -21,7 +19,6 @@ from canzona_cli.core.errors import WorkerCrashed
 from canzona_cli.core.setup import Mode
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
-ALONE = ("gram", "graphs", "fused", "hot")
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -50,8 +47,7 @@ def setup(tmp_path: Path) -> Setup:
 def test_parts_pass_on_cpu_ranks(tmp_path: Path) -> None:
     """All but those tested below, and parts that differ by a few overrides from `train` and `cp2`."""
     out = tmp_path / "checked.json"
-    elsewhere = (*ALONE, "overlap")
-    parts = [name for name in PARTS if name not in (*elsewhere, "te", "experts", "tp2", "dp2", "pp2")]
+    parts = [name for name in PARTS if name not in ("overlap", "te", "experts", "tp2", "dp2", "pp2")]
     asked = [name for name in parts if name not in ("demo", "train")]  # the others need them
     done = _run("--device", "cpu", "--only", *asked, "--minutes", "28", "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -61,17 +57,6 @@ def test_parts_pass_on_cpu_ranks(tmp_path: Path) -> None:
         assert any(line.startswith(f"{name} ") for line in done.stdout.splitlines())
     compared = {row["what"].strip(): row for part in checked.values() for row in part["comparisons"]}
     assert {"step of qwen3-tiny", "matrix_update", "fp32_tflops"} <= set(compared)
-
-
-@pytest.mark.sweep
-def test_parts_that_start_no_run_pass_on_a_cpu(setup: Setup) -> None:
-    """The parts run in this process, which has imported torch."""
-    outcomes = {name: part_called(name)(setup) for name in ALONE}
-    assert {name: outcome.status for name, outcome in outcomes.items()} == dict.fromkeys(ALONE, "pass")
-    measured = {row.what: row.measured for row in outcomes["hot"].comparisons}
-    updates = {f"Muon of 256 x 512, {form}, {way}" for form in ("gram", "standard") for way in ("eager", "replayed")}
-    assert measured.keys() == {"product", *updates}
-    assert min(measured.values()) > 0
 
 
 def test_without_a_gpu_it_fails_and_says_so(tmp_path: Path) -> None:
@@ -124,18 +109,6 @@ def test_a_run_that_failed_is_named_with_its_last_words(setup: Setup) -> None:
     assert "needs the run `gpu`" in outcome.summary
 
 
-def test_a_cpu_is_measured_on_one_thread_as_it_is_simulated(setup: Setup) -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        with lone_team(setup) as team:
-            assert torch.get_num_threads() == 1
-            assert team.device.type == "cpu"
-        assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(threads)
-
-
 def test_curves_may_be_as_far_apart_as_rounding_puts_them() -> None:
     exact = {1: 2.0, 2: 1.5, 3: 1.0}
     cpu = {1: 2.001, 2: 1.497, 3: 1.002}  # at most 0.003 off
@@ -179,12 +152,12 @@ def test_a_trace_tells_kernels_waits_and_how_much_communication_is_hidden() -> N
 
 def test_reductions_that_run_one_by_one_fall_short() -> None:
     trace = read_steps(STEP)
-    assert two_gpus.judge(trace, buckets=1).status == "pass"
+    assert parts.judge(trace, buckets=1).status == "pass"
     more = [_event(f"ncclDevKernel_Reduce_Sum_f32_RING_LL_{n}", "kernel", 13 + n, 1) for n in range(5)]
-    outcome = two_gpus.judge(read_steps([*STEP, *more]), buckets=1)
+    outcome = parts.judge(read_steps([*STEP, *more]), buckets=1)
     assert outcome.status == "short"
     assert "one by one" in outcome.summary
-    assert two_gpus.judge(read_steps([]), buckets=1).status == "not run"
+    assert parts.judge(read_steps([]), buckets=1).status == "not run"
 
 
 def test_runs_on_a_gpu_are_ones_that_compose(tmp_path: Path) -> None:
@@ -193,14 +166,14 @@ def test_runs_on_a_gpu_are_ones_that_compose(tmp_path: Path) -> None:
 
     setup = Setup(device="cuda", name="NVIDIA H200", memory_gib=47.5, gpus=2, work=str(tmp_path))
     runs = [
-        (one_gpu.continued(setup, *on_device(setup)), 1),
-        (one_gpu.continued(setup, *on_device(setup, fused=True)), 1),
-        (one_gpu.step_overrides(setup), 1),
-        (one_gpu.experts_overrides(replace(setup, gpus=1)), 1),
-        (one_gpu.experts_overrides(setup), 2),
-        (two_gpus.overlap_overrides(setup), 2),
-        *((two_gpus.split_overrides(setup, axis), 2) for axis in ("tp", "dp", "cp", "pp")),
-        *((two_gpus.shared_overrides(setup, mode), 2) for mode in get_args(Mode)),
+        (parts.continued(setup, *on_device(setup)), 1),
+        (parts.continued(setup, *on_device(setup, fused=True)), 1),
+        (parts.step_overrides(setup), 1),
+        (parts.experts_overrides(replace(setup, gpus=1)), 1),
+        (parts.experts_overrides(setup), 2),
+        (parts.overlap_overrides(setup), 2),
+        *((parts.split_overrides(setup, axis), 2) for axis in ("tp", "dp", "cp", "pp")),
+        *((parts.shared_overrides(setup, mode), 2) for mode in get_args(Mode)),
     ]
     for overrides, ranks in runs:
         config, layout = fit.resolve(compose_run(list(overrides)).config.setup)

@@ -8,16 +8,18 @@ from pathlib import Path
 
 import pytest
 import yaml
-from optimizer_rows import PricedRow, price_rows, summary
 from published_rows import (
     ROWS,
     PredictedSeries,
+    PricedRow,
     compare,
     compare_orders,
     counted_series,
     load_published,
     mean_absolute_error,
+    price_rows,
     run_of,
+    summary,
 )
 
 from canzona_cli.config.compose import compose_run

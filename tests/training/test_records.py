@@ -13,7 +13,7 @@ import pytest
 from canzona_cli.core.errors import CanzonaError, ConfigError, DoesNotFit, EnvironmentProblem, ExitCode, Problem
 from canzona_cli.records.breakdown import MeasuredBreakdown, load_breakdown
 from canzona_cli.records.files import RunFiles
-from canzona_cli.records.records import StepMetrics, describe, event_of
+from canzona_cli.records.records import StepMetrics
 from canzona_cli.records.statistics import OverRanks
 from canzona_cli.training.loop import NonFiniteLoss
 from canzona_cli.training.records import Journal, RankRecord
@@ -235,12 +235,3 @@ def test_room_is_advised_only_where_the_disk_is_full(tmp_path: Path, monkeypatch
     monkeypatch.setattr(RankRecord, "_write", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(EnvironmentProblem, match="free some space"):
         full.record_start()
-
-
-def test_a_sample_is_shown_in_one_line(files: RunFiles) -> None:
-    Journal(files, writes=True).sample(20, "def ", "main():\n")
-    (line,) = [json.loads(line) for line in files.events.read_text(encoding="utf-8").splitlines()]
-    assert (line["event"], line["level"], line["step"], line["text"]) == ("sample", "info", 20, "main():\n")
-    note = describe(event_of(line) or pytest.fail("no event"))
-    assert note is not None
-    assert note.text == "at step 20 the model writes, at temperature 0.8: def main():\\n"

@@ -12,10 +12,10 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -23,9 +23,7 @@ import yaml
 from canzona_cli.bench.calibrate.profile import (
     FULL,
     Effort,
-    Measurement,
     Orders,
-    Quantity,
     Record,
     fit_to_steps,
     profile_of,
@@ -217,15 +215,6 @@ _RUN_SETTINGS = ("nodes", "node_rank", "rdzv_endpoint")
 _ELSEWHERE = "--out FILE.yaml in a folder you may write to"
 
 
-_TABLES: Mapping[str, tuple[Quantity, int]] = {
-    "matmul_tflops": ("matmul_tflops", 1),
-    "measured_updates": ("updates", 3),
-    "collectives": ("collectives", 3),
-}
-"""The profile fields that are tables with one measurement per row: for each, the measured quantity, and the
-number of values at the start of a row that form its key."""
-
-
 def default_path(base: str) -> Path:
     """Returns the path of the new profile if the user does not name one.
 
@@ -263,8 +252,13 @@ def write_profile(path: Path, calibration: Calibration) -> None:
 
 
 def profile_text(calibration: Calibration) -> str:
-    """Returns the profile as YAML, with comments about the measurements."""
-    return "\n".join([*_header(calibration), *_settings(calibration)]) + "\n"
+    """Returns the profile as YAML, with comments about the measurements at the top."""
+    settings: dict[str, object] = json.loads(json.dumps(asdict(calibration.profile)))
+    for name in _RUN_SETTINGS:
+        del settings[name]
+    # In the style None, lists of plain values are written in one line.
+    text: str = yaml.safe_dump(settings, default_flow_style=None, sort_keys=False, width=1000, allow_unicode=True)
+    return "\n".join([*_header(calibration), text])
 
 
 def _header(calibration: Calibration) -> Iterator[str]:
@@ -277,57 +271,13 @@ def _header(calibration: Calibration) -> Iterator[str]:
     workers, threads = machine.get("workers"), machine.get("threads", "?")
     if workers is not None:
         yield f"# {machine.get('ranks', '?')} ranks, {workers} computing at a time, {threads} threads each."
-    yield "# Values are medians. '+- 3% of 40': half the interquartile range is 3% of the median, from 40 repetitions"
-    yield "# on all ranks together."
+    yield "# Values are medians; `canzona calibrate --json` has their spreads."
     for warning in calibration.warnings:
         yield f"# Warning: {warning}"
     for skipped in calibration.record.skipped:
         yield f"# Left to the cost model: {skipped}"
     if profile.not_measured:
         yield f"# INCOMPLETE: the parts in measured_on.not_measured come from profile {calibration.base.name}."
-
-
-def _settings(calibration: Calibration) -> Iterator[str]:
-    profile = calibration.profile
-    single: dict[str, Measurement] = {m.quantity: m for m in calibration.record.measurements if not m.key}
-    for field in fields(ClusterConfig):
-        name, value = field.name, getattr(profile, field.name)
-        if name in _RUN_SETTINGS:
-            continue
-        if name in _TABLES and value:
-            yield f"{name}:"
-            yield from _rows(calibration, name, value)
-        elif isinstance(value, dict) and value:
-            yield f"{name}:"
-            yield from (f"  {_flow(key)}: {_flow(item)}" for key, item in value.items())
-        else:
-            spread = f" # {_spread(single[name])}" if name in single else ""
-            yield f"{name}: {_flow(value)}{spread}"
-
-
-def _rows(calibration: Calibration, name: str, table: Iterable[tuple[object, ...]]) -> Iterator[str]:
-    """Yields a line for each row of a table, with the spread of its measurement, or the row's origin, as a
-    comment."""
-    quantity, key_length = _TABLES[name]
-    measured: dict[tuple[object, ...], Measurement] = {
-        m.key: m for m in calibration.record.measurements if m.quantity == quantity
-    }
-    for row in table:
-        measurement = measured.get(row[:key_length])
-        source = f"from {calibration.base.name}" if measurement is None else _spread(measurement)
-        yield f"  - {_flow(row)} # {source}"
-
-
-def _spread(measurement: Measurement) -> str:
-    """Formats a measurement's spread and number of repetitions as explained in a profile's header."""
-    return f"+- {measurement.spread.relative / 2:.0%} of {measurement.repetitions}"
-
-
-def _flow(value: object) -> str:
-    """Formats a value as YAML on one line."""
-    listed = list(value) if isinstance(value, tuple) else value
-    text: str = yaml.safe_dump([listed], default_flow_style=True, width=100_000, allow_unicode=True)
-    return text.strip()[1:-1]
 
 
 BENCHED: tuple[AnyStrategy, ...] = ("canzona", "sc", "adamw")

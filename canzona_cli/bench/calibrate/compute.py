@@ -15,8 +15,8 @@ from itertools import chain
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
+from canzona_cli.bench.calibrate.collectives import LEAST_SAMPLES, Team, Work, clock, repeat, time_calls, wait
 from canzona_cli.bench.calibrate.profile import Effort, Measurement, Quantity, Record, Recorder, measured_runs
-from canzona_cli.bench.calibrate.timing import LEAST, Team, Work, clock, repeat, time_calls, wait
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.core.costs.update import (
     COLUMN_S,
@@ -171,7 +171,7 @@ def _measure_passes(
         team.meet()
         samples: list[tuple[float, float]] = []
         begin = time.perf_counter()
-        while len(samples) < LEAST or time.perf_counter() - begin < budget_s:
+        while len(samples) < LEAST_SAMPLES or time.perf_counter() - begin < budget_s:
             samples.append(step())
     by_direction = (chain.from_iterable(team.gather(times)) for times in zip(*samples, strict=True))
     return list(zip(*by_direction, strict=True))

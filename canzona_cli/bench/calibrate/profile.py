@@ -16,7 +16,6 @@ from canzona_cli.core.host import cores
 from canzona_cli.core.phases import Phase
 from canzona_cli.core.reading import parse
 from canzona_cli.core.setup import (
-    STANDARD_ONLY,
     AdamWConfig,
     ClusterConfig,
     Device,
@@ -241,9 +240,7 @@ def measured_runs(config: RunConfig) -> tuple[RunConfig, ...]:
         if not isinstance(optimizer, MomentumConfig):
             optimizers.append(optimizer)
             continue
-        for form in get_args(Form):
-            if form == "standard" or optimizer.coefficients not in STANDARD_ONLY:
-                optimizers += [replace(optimizer, form=form, stack=stack) for stack in (False, True)]
+        optimizers += [replace(optimizer, form=form, stack=stack) for form in get_args(Form) for stack in (False, True)]
     return tuple(replace(config, optimizer=optimizer) for optimizer in optimizers)
 
 

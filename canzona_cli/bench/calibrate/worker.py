@@ -30,7 +30,7 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     started = time.monotonic()
     import torch
 
-    from canzona_cli.bench.calibrate.collectives import Members, group_sizes, measure_collectives
+    from canzona_cli.bench.calibrate.collectives import Members, Team, group_sizes, measure_collectives
     from canzona_cli.bench.calibrate.compute import (
         measure_adamw,
         measure_arithmetic,
@@ -39,7 +39,6 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
         measure_updates,
     )
     from canzona_cli.bench.calibrate.fast_paths import compare_all
-    from canzona_cli.bench.calibrate.timing import Team
     from canzona_cli.config.compose import load_resolved
     from canzona_cli.core.engine.build import try_graphs
     from canzona_cli.core.megatron import parallel

@@ -240,7 +240,7 @@ def foreign_problems(model: ModelConfig) -> list[Problem]:
         ("shared_ffn_hidden_size", model.shared_ffn_hidden_size, model.shared_ffn_hidden_size > 0, no_shared),
         ("qk_norm", False, model.num_experts > 0 and not model.qk_norm, "is always true in Qwen3-MoE of transformers"),
     )
-    fix = "validate the model with canzona eval, and sample from it with train.sample_every"
+    fix = "validate the model with canzona eval"
     return [Problem(f"model.{key}", why, fix, value=value) for key, value, differs, why in parts if differs]
 
 

@@ -6,7 +6,6 @@ any layout, optimizer or splitting can start. An export writes one or several sa
 """
 
 import math
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ from canzona_cli.core.errors import ConfigError, Problem
 from canzona_cli.core.model.families import family_of
 from canzona_cli.core.model.geometry import unit_shape
 from canzona_cli.core.reading import Unreadable, read_plain
-from canzona_cli.core.writing import write_text_atomic
+from canzona_cli.core.writing import write_new, write_text_atomic
 from canzona_cli.records.files import RunFiles, sync_folder, write_json_atomic
 
 PIECE_BYTES: Final = 8 << 20
@@ -283,7 +282,4 @@ def copy_file(source: Path, target: Path) -> None:
     except Unreadable as error:
         fix = "remove it, or download it again"
         raise ConfigError(Problem(key=source.name, value=source, reason=str(error), fix=fix)) from None
-    with target.open("xb") as writing:
-        writing.write(content)
-        writing.flush()
-        os.fsync(writing.fileno())
+    write_new(target, content)

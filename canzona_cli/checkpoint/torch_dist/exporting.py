@@ -41,7 +41,7 @@ from canzona_cli.core.engine.stored_state import SHARDING
 from canzona_cli.core.errors import Problem, refuse
 from canzona_cli.core.model.families import layer_models
 from canzona_cli.core.setup import ModelConfig
-from canzona_cli.core.writing import write_text_atomic
+from canzona_cli.core.writing import write_new, write_text_atomic
 from canzona_cli.records.files import sync_folder, write_json_atomic
 
 _FILE: Final = "__0_0.distcp"
@@ -139,10 +139,10 @@ def export_torch_dist(
         for key in _empty_objects(config.model):
             writer.add_object(key, [None])
         index, tensors, size = writer.finish()
-        _write(folder / INDEX, index)
+        write_new(folder / INDEX, index)
         common = io.BytesIO()
         torch.save(_common(config, manifest, kind, max(steps)), common)
-        _write(folder / COMMON, common.getvalue())
+        write_new(folder / COMMON, common.getvalue())
         write_json_atomic(folder / FORMAT, {"sharded_backend": "torch_dist", "sharded_backend_version": 1})
         sync_folder(folder)
         write_text_atomic(root / TRACKER, f"{iteration}")
@@ -219,10 +219,3 @@ def _common(config: RunConfig, manifest: Manifest, kind: Kind | None, step: floa
         common["optimizer"] = optimizer_groups(config, kind, step)
         common["opt_param_scheduler"] = schedule_state(config, manifest.progress)
     return common
-
-
-def _write(path: Path, content: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())

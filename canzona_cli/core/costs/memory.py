@@ -375,9 +375,9 @@ def optimizer_state(setup: Setup, algorithm: Algorithm, adamw: int, elements: in
 
 
 def moment_bytes(algorithm: Algorithm) -> int:
-    """Returns the bytes of fp32 moments per element of a matrix: the momentum of Muon and Shampoo, a second
-    moment with Adam grafting, and both moments of SOAP and AdamW."""
-    return FP32 * (RULES[algorithm.name].moments + (algorithm.grafting == "adam"))
+    """Returns the bytes of fp32 moments per element of a matrix: the momentum of Muon, and both moments of SOAP,
+    Shampoo and AdamW."""
+    return FP32 * RULES[algorithm.name].moments
 
 
 def factor_bytes(algorithm: Algorithm, rows: int, cols: int) -> int:

@@ -45,10 +45,10 @@ CPU_ATTENTION = 0.4
 """The share of a core's fp32 rate that torch's attention kernel reaches on CPUs, in fp32 and in bf16, forward
 and backward: measured 0.25 to 0.8 with 256 to 2,048 tokens and heads of 32 to 128, lowest with the fewest
 tokens."""
-CUT_STARTS = 0.58
+CUT_STARTS = 0.9
 """The operations that context parallelism adds to a layer without Transformer Engine, in units of an average
-module's operations. They put keys and values back in order. Counted on CPU ranks with 256 tokens: the four
-modules of a layer have 157 operations instead of 138 in the forward pass, and 241 instead of 209 in the
+module's operations. They put keys and values back in order, and attend twice. Counted on CPU ranks with 256 tokens:
+the four modules of a layer have 128 operations instead of 103 in the forward pass, and 167 instead of 138 in the
 backward pass."""
 RING_PASSES = 3
 """The passes of a slice's attention output through memory. Transformer Engine adds the output of each slice

@@ -10,7 +10,7 @@ from canzona_cli.core.costs.update import RULES, form_of, stack_of
 from canzona_cli.core.model.matrices import Shape, matrix_shapes
 from canzona_cli.core.optimizers.facts import Algorithm
 from canzona_cli.core.optimizers.muon_facts import BLOCK
-from canzona_cli.core.optimizers.shampoo_facts import STACKED_SQUARES, factored_sides
+from canzona_cli.core.optimizers.shampoo_facts import factored_sides
 from canzona_cli.core.setup import MomentumConfig, NorMuonConfig, Setup
 
 BATCH_BYTES = 256 << 20
@@ -52,7 +52,7 @@ def workspace_bytes(
       with neither, on GPUs in bf16 with the fused kernel, a copy of a matrix that is updated alone in Gram form; and
       on CPUs, one block. A direction covers a whole stack, or, on CPUs and without NorMuon, only the matrices in a
       block.
-    - Shampoo and SOAP, in fp32: one square (on GPUs at least `STACKED_SQUARES` elements), one matrix, and one
+    - Shampoo and SOAP, in fp32: one square, one matrix, and one
       matrix for each preconditioned side.
 
     Args:
@@ -69,13 +69,11 @@ def workspace_bytes(
         return 0
     shapes = {shape for batch in batches for shape in batch}
     sides = [side for shape in shapes for side in factored_sides(algorithm, *shape)]
-    # Adam grafting uses the left side's buffer, even if this side has no factor.
-    left = [r * c for r, c in shapes if r <= algorithm.max_preconditioner_dim or algorithm.grafting == "adam"]
+    # Shampoo's Adam uses the left side's buffer, even if this side has no factor.
+    left = [r * c for r, c in shapes if r <= algorithm.max_preconditioner_dim or algorithm.name == "shampoo"]
     right = [r * c for r, c in shapes if c <= algorithm.max_preconditioner_dim]
     largest = max(map(math.prod, shapes), default=0)
     square = max((side**2 for side in sides), default=0)
-    if sides and setup.cluster.device != "cpu":
-        square = max(square, STACKED_SQUARES)
     return FP32 * (square + largest + sum(max(sizes, default=0) for sizes in (left, right)))
 
 

@@ -81,7 +81,7 @@ def why_hosted(setup: Setup, algorithm: Algorithm, layout: Layout) -> str | None
     if algorithm.custom or not RULES[algorithm.name].shared:
         return f"optimizer {setup.optimizer.name} updates whole matrices"
     if algorithm.form == "standard":
-        return "optimizer.form or optimizer.coefficients sets the standard form, but shared matrices need the Gram form"
+        return "optimizer.form is the standard form, but shared matrices need the Gram form"
     if engine.mode == "auto" and not setup.cluster.may_choose("shared"):
         return "shared matrices are not in cluster.verified"
     if algorithm.form == "auto" and not gram_holds(algorithm, setup.cluster):

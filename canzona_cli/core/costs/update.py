@@ -20,7 +20,6 @@ from canzona_cli.core.optimizers.facts import Algorithm, Form, Rule, Work, known
 from canzona_cli.core.optimizers.muon_facts import MUON_AROUND, matmul_bytes
 from canzona_cli.core.phases import Phase
 from canzona_cli.core.setup import (
-    STANDARD_ONLY,
     ClusterConfig,
     CustomConfig,
     Device,
@@ -135,18 +134,15 @@ def _algorithm(optimizer: OptimizerConfig, precision: Precision) -> Algorithm:
     """Returns the part of `algorithm_of` that depends only on the optimizer's settings and the precision."""
     if isinstance(optimizer, CustomConfig):
         like = optimizer.cost_like
-        return Algorithm(name=like, custom=True, grafting="adam" if like == "shampoo" else "none", precision=precision)
+        return Algorithm(name=like, custom=True, precision=precision)
     algorithm = Algorithm(name=optimizer.name)
     if isinstance(optimizer, MomentumConfig):
-        form = "standard" if optimizer.coefficients in STANDARD_ONLY else optimizer.form
-        steps = optimizer.ns_steps
+        steps, form = optimizer.ns_steps, optimizer.form
         algorithm = replace(algorithm, ns_steps=steps, precision=precision, form=form, stack=optimizer.stack)
     if isinstance(optimizer, KroneckerConfig):
         period, longest = optimizer.precondition_frequency, optimizer.max_preconditioner_dim
         spread = optimizer.stagger and period > 1
         algorithm = replace(algorithm, refresh_period=period, spread=spread, max_preconditioner_dim=longest)
-    if isinstance(optimizer, ShampooConfig):
-        algorithm = replace(algorithm, grafting=optimizer.grafting)
     return algorithm
 
 
@@ -163,7 +159,7 @@ def stack_of(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfig)
     The number depends only on the algorithm, the shape and the profile. If `optimizer.stack` is auto,
     matrices are stacked if this is faster by `STACK_GAIN` in the profile's measurements or, on GPUs without
     measurements, in the model. On CPUs without measurements, matrices are not stacked: batched matmuls are
-    not always faster there, but strips of large matmuls (`optimizers.symmetric`) always are.
+    not always faster there, but strips of large matmuls (`optimizers.newton_schulz`) always are.
     """
     if not RULES[algorithm.name].orthogonal or algorithm.custom or algorithm.stack is False:
         return 1

@@ -127,7 +127,6 @@ def build_engine(
         counts_adamw=plan is not None or counts_dense(world),
         timer=timer,
         non_finite=setup.train.non_finite,
-        clip=setup.optimizer.clip,
         reads_weights=reads_weights,
     )
 
@@ -175,7 +174,7 @@ def _redundant_part(chunks: Wrapped, setup: Setup, world: World) -> _RankPart:
 def _buffer_order(parameters: Iterable[str]) -> Order:
     """Returns a key that sorts this rank's matrices in the order of Megatron's buffers, which is the same on
     all TP ranks. In this order, gradients and weights of matrices of one shape, such as experts, are more
-    often evenly spaced (`optimizers.runs`).
+    often evenly spaced (`optimizers.matrix_optimizer`).
 
     Args:
         parameters: the names of the parameters in the order of the buffers.

@@ -8,9 +8,8 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
 from canzona_cli.core.engine.agreement import agree_on_problem
-from canzona_cli.core.engine.masters import MasterOptimizer
+from canzona_cli.core.engine.masters import MasterOptimizer, SavingRefusals, refuse_masters
 from canzona_cli.core.engine.planned import PlannedOptimizer
-from canzona_cli.core.engine.refusals import SavingRefusals, refuse_masters
 from canzona_cli.core.engine.sharded_state import ShardedState, state_problem
 from canzona_cli.core.engine.stored_state import SHARDING
 from canzona_cli.core.errors import Diverged, Problem, Unsupported
@@ -18,8 +17,8 @@ from canzona_cli.core.megatron.matrix_buffers import global_parameters
 from canzona_cli.core.megatron.owner_bucket_group import adamw_groups, gathers_ahead, mark_gathered
 from canzona_cli.core.megatron.parallel import Wrapped, gather
 from canzona_cli.core.megatron.timers import PhaseTimer
-from canzona_cli.core.optimizers.norms import sum_of_squares
-from canzona_cli.core.setup import Clip, NonFinite
+from canzona_cli.core.optimizers.matrix_optimizer import sum_of_squares
+from canzona_cli.core.setup import NonFinite
 
 
 class NonFiniteGradients(Diverged):
@@ -67,12 +66,11 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
         counts_adamw: bool,
         timer: PhaseTimer,
         non_finite: NonFinite,
-        clip: Clip,
         reads_weights: bool = False,
     ) -> None:
         super().__init__([adamw, matrices])
         self._adamw, self.matrices, self._chunks = adamw, matrices, chunks
-        self._stats_group, self._timer, self._non_finite, self._clip = stats_group, timer, non_finite, clip
+        self._stats_group, self._timer, self._non_finite = stats_group, timer, non_finite
         self._counts_adamw, self._reads_weights = counts_adamw, reads_weights
         self._sharded: ShardedState | None = None
         self._schedule_group: dict[str, object] = {"params": [], "default_config": True}
@@ -129,7 +127,7 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
         scale = min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0.0 else 1.0
         if scale < 1.0 and self._adamw.get_parameters():
             clip_grad_by_total_norm_fp32(self._adamw.get_parameters(), max_norm=max_norm, total_norm=norm)
-        self.matrices.set_gradient_scale(scale if self._clip == "all" else 1.0)
+        self.matrices.set_gradient_scale(scale)
         self.step_with_ready_grads()
         return True, norm, None
 

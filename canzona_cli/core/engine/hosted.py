@@ -20,7 +20,7 @@ from canzona_cli.core.engine.wire import (
     write_finite,
 )
 from canzona_cli.core.model.matrices import Matrix
-from canzona_cli.core.optimizers.runs import runs, view_run
+from canzona_cli.core.optimizers.matrix_optimizer import runs, view_run
 from canzona_cli.core.phases import Phase
 from canzona_cli.core.planner.exchange import Parcel, Route, from_hosts, senders, to_hosts
 

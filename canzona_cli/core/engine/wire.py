@@ -10,7 +10,7 @@ import torch
 from canzona_cli.core.megatron.timers import PhaseTimer, Watcher
 from canzona_cli.core.model import geometry
 from canzona_cli.core.model.matrices import Matrix
-from canzona_cli.core.optimizers.runs import runs, view_run
+from canzona_cli.core.optimizers.matrix_optimizer import runs, view_run
 from canzona_cli.core.optimizers.shared_rows import Wait
 from canzona_cli.core.planner.exchange import Route
 from canzona_cli.core.setup import ModelConfig

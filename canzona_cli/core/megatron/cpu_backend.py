@@ -16,7 +16,7 @@ from types import ModuleType
 import torch
 from torch.autograd.function import FunctionCtx
 
-from canzona_cli.core.optimizers.norms import sum_of_squares
+from canzona_cli.core.optimizers.matrix_optimizer import sum_of_squares
 
 CPU = torch.device("cpu")
 
@@ -103,7 +103,7 @@ def _l2_norm(
 ) -> tuple[torch.Tensor, None]:
     """Replaces the norm of all gradients of a rank, (1,). Without the kernels of Transformer Engine or APEX,
     Megatron's function takes torch's norm of each gradient, which on CPUs is 0.1% too small at 2e7 elements
-    (`optimizers.norms`)."""
+    (`optimizers.matrix_optimizer`)."""
     [gradients] = tensor_lists
     return sum_of_squares(gradients).sqrt().view(1), None
 

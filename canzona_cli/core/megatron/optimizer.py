@@ -219,7 +219,7 @@ def adamw_settings(setup: Setup, changes: Mapping[str, object] | None = None) ->
         "adam_beta1": optimizer.adamw_betas[0],
         "adam_beta2": optimizer.adamw_betas[1],
         "adam_eps": optimizer.eps,
-        "clip_grad": 0.0 if optimizer.clip == "none" else optimizer.clip_grad,
+        "clip_grad": optimizer.clip_grad,
         "bf16": bf16,
         "params_dtype": torch.bfloat16 if bf16 else torch.float32,
         "use_distributed_optimizer": not setup.execution.everywhere,

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from .norms import matrix_norm
+from .matrix_optimizer import matrix_norm
 
 LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 

@@ -1,9 +1,9 @@
 """The facts about each optimizer that other code needs without importing torch: settings, costs, state, and
 the name of the optimizer's class.
 
-Each optimizer has an entry in the tuple `FACTS` of a `*_facts.py` module, a recipe, and, except for AdamW,
-which Megatron implements, a module with its class. Settings, help, plans, memory estimates and the engine
-look optimizers up with `known_optimizers`.
+Each optimizer has an entry in the tuple `FACTS` of a `*_facts.py` module (AdamW: here), a recipe, and, except for
+AdamW, which Megatron implements, a module with its class. Settings, help, plans, memory estimates and the engine look
+optimizers up with `known_optimizers`.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,9 +14,20 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal, get_args, get_type_hints
 
-from canzona_cli.core.fields import CURVE, NOTHING, Epsilon, Example, NotNegative, Positive, Precision, Range, Share
+from canzona_cli.core.fields import (
+    CURVE,
+    NOTHING,
+    OPTIMIZER,
+    PLAN,
+    Epsilon,
+    Example,
+    NotNegative,
+    Positive,
+    Precision,
+    Range,
+    Share,
+)
 
-Clip = Literal["all", "adamw", "none"]
 """The parameters whose gradients are clipped by the global norm."""
 Form = Literal["standard", "gram"]
 """The form of the Newton-Schulz iteration: computed on the matrix itself, or on its Gram matrix."""
@@ -89,13 +100,6 @@ class OptimizerBase:
         CURVE,
     ] = None
     clip_grad: Annotated[NotNegative, "Maximum global gradient norm; 0 switches clipping off.", CURVE] = 1.0
-    clip: Annotated[
-        Clip,
-        "Which gradients clip_grad scales down, always by the norm of all gradients. all: every gradient. adamw: only"
-        " the gradients of parameters that AdamW updates, so that a spike in the embeddings' gradients does not reduce"
-        " this step's weight in a matrix optimizer's momentum. none: no gradient.",
-        CURVE,
-    ] = "all"
     beta1: Annotated[Share, "Decay of the first moment of AdamW, and of SOAP's and Shampoo's.", CURVE] = 0.9
     beta2: Annotated[Share, "Decay of the second moment of AdamW, and of SOAP's and Shampoo's.", CURVE] = 0.95
     eps: Annotated[Epsilon, "Epsilon in the denominator of AdamW's update.", Example("1e-8"), CURVE] = 1e-8
@@ -138,8 +142,6 @@ class Algorithm:
     """True if each refresh is computed in parts, one in each step of the period."""
     max_preconditioner_dim: int = 8192
     """The longest side that has a Kronecker factor."""
-    grafting: Literal["none", "sgd", "adam"] = "none"
-    """The method that determines the norm of Shampoo's update."""
     roots: RootMethod = "eigh"
     """The algorithm for Shampoo's inverse roots."""
     precision: Precision = "bf16"
@@ -209,8 +211,7 @@ class Rule:
     decay and the change of the weight, in Muon and NorMuon also momentum and scaling, in AdamW all of the
     update. Writing the model's weight is not included."""
     moments: int
-    """The number of fp32 state tensors of the weight's shape. Shampoo's Adam grafting, which is not counted,
-    adds one tensor."""
+    """The number of fp32 state tensors of the weight's shape."""
     row_vectors: int = 0
     """The number of state vectors with one element per row."""
     orthogonal: bool = False
@@ -258,6 +259,20 @@ def known_optimizers() -> Mapping[str, Facts]:
     """Returns the facts about every optimizer by name, from the `*_facts` modules of this package in
     alphabetical order."""
     folders = import_module(__package__).__path__
-    modules = sorted(path.stem for folder in folders for path in Path(folder).glob("*_facts.py"))
+    modules = sorted(path.stem for folder in folders for path in Path(folder).glob("*facts.py"))
     facts = [entry for module in modules for entry in import_module(f"{__package__}.{module}").FACTS]
     return {entry.name: entry for entry in facts}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWConfig(OptimizerBase):
+    """AdamW on every parameter, by Megatron's DistributedOptimizer."""
+
+    name: Annotated[Literal["adamw"], "The optimizer.", OPTIMIZER | PLAN]
+
+
+def _adamw(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
+    return Work(elementwise=15.0 * rows * cols), ()
+
+
+FACTS = (Facts(settings=AdamWConfig, rule=Rule(work=_adamw, fragment_bytes=28, moments=2)),)

@@ -40,10 +40,7 @@ to the root mean square of the m singular values, they contribute:
   it would have if the rows of Q and X were unrelated, |E X|_F^2 = u^2 / 3 |Q|_F^2 |X|_F^2 / m, because Q is
   small where X is large.
 
-Outside the polynomials' range these estimates do not hold. `cans` reaches the very edge of the range, and a
-single rounding can cross it: for a Gaussian 16 x 48 matrix in bf16 the largest singular value became 3.6,
-where the standard form gives 1.1, and restarting in every step does not help. So `Muon` refuses `cans` in
-Gram form. The other sets stay away from the edge.
+Outside the polynomials' range these estimates do not hold. All sets of coefficients stay away from its edge.
 
 A later segment multiplies an error by about the root mean square of its Q. Norms are estimated from some rows
 (`SAMPLES`). A row that is much larger than the others belongs to large singular values, which are stretched
@@ -57,9 +54,10 @@ from functools import cache
 
 import torch
 
-from . import cpu_matmuls, symmetric
+from . import cpu_matmuls
 from .matrix_optimizer import Workspace
 from .muon_facts import SAMPLES, segments
+from .newton_schulz import symmetric_gram, symmetric_product
 
 DOUBT = 0.15
 """The estimated error (see above) above which a result is not trusted. It is similar to the error of the
@@ -184,7 +182,7 @@ def _segment(
 def centred_gram(short: torch.Tensor, alpha: Number, out: torch.Tensor) -> None:
     """Writes X X^T - alpha I into `out` (..., side, side), where X is `short` (..., side, long)."""
     out.zero_().diagonal(dim1=-2, dim2=-1).sub_(_flatten(alpha))
-    symmetric.gram(short, out, add=out)
+    symmetric_gram(short, out, add=out)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -261,18 +259,18 @@ def polynomial(r: torch.Tensor, steps: Sequence[Step], numbers: Sequence[Number]
         alpha, factor, value, gamma, value_alpha = numbers[5 * index : 5 * index + 5]
         is_last = index + 1 == len(steps)
         p = s if index else q
-        symmetric.product(r, r, p, add=torch.mul(r, factor, out=p), alpha=c)
+        symmetric_product(r, r, p, add=torch.mul(r, factor, out=p), alpha=c)
         if len(steps) == 1:
             break
         diagonal = add_diagonal(p, value)
         if index:
             if is_last:
                 before = norm_of_rows(q, gamma)
-            symmetric.product(p, q, m, add=scaled_residual(p, diagonal, gamma, m))
+            symmetric_product(p, q, m, add=scaled_residual(p, diagonal, gamma, m))
             q, m = m, q
         if not is_last:
-            symmetric.product(p, r, m, add=scaled_residual(p, diagonal, alpha, m))
-            symmetric.product(p, m, r, add=scaled_residual(p, diagonal, value_alpha, r))
+            symmetric_product(p, r, m, add=scaled_residual(p, diagonal, alpha, m))
+            symmetric_product(p, m, r, add=scaled_residual(p, diagonal, value_alpha, r))
         if not index:
             q.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
     last_value = numbers[-4] if len(steps) == 1 else None

@@ -2,28 +2,18 @@
 and the schedule for refreshing the roots or eigenbases that are computed from them."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal, TypedDict
 
 import torch
 from torch.optim.optimizer import ParamsT
 
 from .matrix_optimizer import MatmulPrecision, MatrixOptimizer, OnFallback, Workspace, matmul_precision
-from .shampoo_facts import STACKED_SQUARES, packed_elements
+from .shampoo_facts import packed_elements
 
 Side = Literal["L", "R"]
 """A side of a matrix. L: its rows, with a factor from G G^T. R: its columns, with a factor from G^T G."""
 SIDES: tuple[Side, Side] = ("L", "R")
-Stack = Sequence[tuple[torch.Tensor, Side]]
-"""Matrices, each with one of its sides, whose factors have the same length."""
-LONGEST = 2.0
-"""The bound on an update, in learning rates: on the root mean square of the elements of SOAP's
-updates, and of the singular values of Shampoo's update without grafting. With current
-statistics, these values are 1 if all gradients are equal, smaller for other gradients, and never above 1.2
-with the usual decays."""
-STACK_LIMITS = {"cuda": STACKED_SQUARES}
-"""The maximum number of elements in a stack of squares that one call of `_refresh` processes, by device type;
-on other devices a stack has one square."""
 
 
 class KroneckerSettings(TypedDict, total=False):
@@ -121,14 +111,11 @@ class KroneckerOptimizer(MatrixOptimizer):
         """Adds the subclass's initial state for matrix `p` to `state`."""
 
     @abstractmethod
-    def _refresh(self, stack: Stack, factors: torch.Tensor) -> None:
-        """Recomputes the roots or eigenbases of a stack of factors of the same length. A square whose
-        computation fails keeps its previous value.
+    def _refresh(self, p: torch.Tensor, side: Side, factor: torch.Tensor) -> None:
+        """Recomputes the root or eigenbasis of a side of `p`, which keeps its previous value if that fails.
 
         Args:
-            stack: The matrices and sides. All matrices have the same number of preconditioned sides, and
-                either all or none are at their first step.
-            factors: The unpacked factors (len(stack), length, length), in scratch.
+            factor: The unpacked factor (length, length), in scratch.
         """
 
     @abstractmethod
@@ -170,16 +157,10 @@ class KroneckerOptimizer(MatrixOptimizer):
         with matmul_precision(self.precision):
             for p in matrices:
                 self._average_factors(p)
-        due = [p for p in matrices if self._is_due(p)]
         with matmul_precision("fp32"):
-            for stack in self._stacks(due):
-                first_matrix, side_of_all = stack[0]
-                length = first_matrix.size(SIDES.index(side_of_all))
-                factors = self._square(first_matrix, len(stack), length)
-                for (p, side), factor in zip(stack, factors, strict=True):
-                    unpack(self.state[p][side], factor)
-                self._refresh(stack, factors)
-            for p in due:
+            for p in filter(self._is_due, matrices):
+                for side in self._sides(p):
+                    self._refresh(p, side, self._unpacked(p, side))
                 self._after_refresh(p)
             for p in matrices:
                 self._continue_refresh(p)
@@ -202,7 +183,7 @@ class KroneckerOptimizer(MatrixOptimizer):
         weight = (1 - self.shampoo_beta) / (1 - self.shampoo_beta ** (steps_before + 1))
         grad = self._gradient(p)
         for side, length in self._lengths(p):
-            average_gram(state[side], grad if side == "L" else grad.mT, weight, self._square(p, 1, length)[0])
+            average_gram(state[side], grad if side == "L" else grad.mT, weight, self._square(p, length))
 
     def _is_due(self, p: torch.Tensor) -> bool:
         """Returns True if `p` is refreshed as a whole in this step."""
@@ -218,21 +199,6 @@ class KroneckerOptimizer(MatrixOptimizer):
         if any(completed):
             self._after_refresh(p)
 
-    def _stacks(self, due: Sequence[torch.Tensor]) -> Iterator[list[tuple[torch.Tensor, Side]]]:
-        """Yields the sides of all matrices that are due, in stacks for one call of `_refresh` each. Every
-        matrix's L comes before its R: SOAP rotates its moments in this order, and the result must not depend
-        on which other matrices are due."""
-        for side in SIDES:
-            groups: dict[tuple[int, int, bool], list[tuple[torch.Tensor, Side]]] = {}
-            for p in due:
-                sides = self._sides(p)
-                if side in sides:
-                    key = p.size(SIDES.index(side)), len(sides), self.state[p]["step"] == 1
-                    groups.setdefault(key, []).append((p, side))
-            for (length, *_), members in groups.items():
-                count = max(1, STACK_LIMITS.get(members[0][0].device.type, 0) // length**2)
-                yield from (members[start : start + count] for start in range(0, len(members), count))
-
     def _update(self, p: torch.Tensor, grad: torch.Tensor, group: Mapping[str, float]) -> None:
         direction = self._direction(p, grad)
         p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction, alpha=group["lr"])
@@ -246,9 +212,13 @@ class KroneckerOptimizer(MatrixOptimizer):
         lengths = zip(SIDES, p.shape, strict=True)
         return [(side, length) for side, length in lengths if length <= self.max_preconditioner_dim]
 
-    def _square(self, p: torch.Tensor, count: int, length: int) -> torch.Tensor:
-        """Returns scratch for squares: (count, length, length)."""
-        return self.workspace.get("square", (count, length, length), p.dtype, p.device)
+    def _square(self, p: torch.Tensor, length: int) -> torch.Tensor:
+        """Returns scratch for a square: (length, length)."""
+        return self.workspace.get("square", (length, length), p.dtype, p.device)
+
+    def _unpacked(self, p: torch.Tensor, side: Side, name: str = "") -> torch.Tensor:
+        """Returns a factor, or another symmetric square of the state, in scratch that the next call overwrites."""
+        return unpack(self.state[p][f"{name}{side}"], self._square(p, p.size(SIDES.index(side))))
 
     def _sandwich(self, p: torch.Tensor, name: str, x: torch.Tensor, *, transpose: Side | None = None) -> torch.Tensor:
         """Multiplies `x` by the squares of `p` from both sides: S_L x S_R.
@@ -263,10 +233,8 @@ class KroneckerOptimizer(MatrixOptimizer):
             square.
         """
         state = self.state[p]
-        for side, length in self._lengths(p):
-            square = state[f"{name}{side}"]
-            if name in self.symmetric:
-                square = unpack(square, self._square(p, 1, length)[0])
+        for side in self._sides(p):
+            square = self._unpacked(p, side, name) if name in self.symmetric else state[f"{name}{side}"]
             square = square.mT if side == transpose else square
             out = self.workspace.like(f"sandwich_{side}", p)
             x = torch.mm(square, x, out=out) if side == "L" else torch.mm(x, square, out=out)

@@ -5,9 +5,8 @@ import math
 
 import torch
 
-from .matrix_optimizer import Workspace
+from .matrix_optimizer import Workspace, matrix_norm
 from .muon_facts import BLOCK, Blend
-from .norms import matrix_norm
 
 SAFE_NORMS = 2.0**-40, 2.0**60
 """The range of norms in which the sum of squares, and the squares of all elements that matter, are normal

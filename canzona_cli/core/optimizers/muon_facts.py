@@ -9,13 +9,11 @@ from canzona_cli.core.fields import CURVE, OPTIMIZER, PLAN, Positive, Range, Sha
 
 from .facts import Algorithm, Facts, Form, OptimizerBase, Rule, Work
 
-CoefficientSet = Literal["simple", "quintic", "polar_express", "cans", "aol", "deepseekv4"]
+CoefficientSet = Literal["simple", "quintic", "polar_express", "aol", "deepseekv4"]
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
-STANDARD_ONLY: frozenset[CoefficientSet] = frozenset({"cans"})
-"""The sets of coefficients that cannot be used in Gram form (`gram_form` says why)."""
 MUON_AROUND = 14
 """The number of kernels per matrix that Muon launches outside Newton-Schulz. In a stack, evenly spaced
-matrices share these kernels (`optimizers.runs`). Plans count them for every matrix nevertheless, because a
+matrices share these kernels (`optimizers.matrix_optimizer`). Plans count them for every matrix nevertheless, because a
 plan does not know which gradients are evenly spaced."""
 SAMPLES = 32
 """The maximum number of evenly spaced rows from which the Gram form estimates a norm or a mean."""
@@ -45,11 +43,7 @@ class MomentumConfig(OptimizerBase):
 
     PLAUSIBLE_LR: ClassVar[float] = 0.5
     ns_steps: Annotated[int, Range(at_least=1, at_most=100), "Newton-Schulz iterations.", CURVE | PLAN] = 5
-    coefficients: Annotated[
-        CoefficientSet,
-        "Polynomial of the Newton-Schulz iteration.",
-        CURVE | PLAN,
-    ] = "quintic"
+    coefficients: Annotated[CoefficientSet, "Polynomial of the Newton-Schulz iteration.", CURVE] = "quintic"
     scale_mode: Annotated[
         ScaleMode,
         "How the update is scaled by the shape of the matrix. spectral: by sqrt(max(rows, cols)); unit_rms_norm: by"
@@ -67,8 +61,7 @@ class MomentumConfig(OptimizerBase):
         "How Newton-Schulz is computed. standard: every step multiplies the matrix. gram: steps multiply its Gram"
         " matrix, and only every other step the matrix, which is less work if one side is longer. auto: for each shape"
         " the form that the cost model predicts to be faster, but standard on GPUs unless cluster.verified has gram, in"
-        " bf16 on CPUs with bf16 instructions (too imprecise for gram), with the coefficients cans, and in Megatron's"
-        " own Muon (sc, layerwise).",
+        " bf16 on CPUs with bf16 instructions (too imprecise for gram), and in Megatron's own Muon (sc, layerwise).",
         CURVE | PLAN,
     ] = "auto"
     stack: Annotated[
@@ -211,7 +204,7 @@ FACTS = (
     Facts(
         settings=NorMuonConfig,
         rule=Rule(work=_normuon, fragment_bytes=76, moments=1, row_vectors=1, orthogonal=True),
-        update="normuon:NorMuon",
+        update="muon:NorMuon",
     ),
 )
 

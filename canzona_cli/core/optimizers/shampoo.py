@@ -4,13 +4,12 @@ side (Gupta et al. 2018, arXiv:1802.09568), with moving averages and grafting as
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Literal, Unpack
+from typing import Unpack
 
 import torch
 from torch.optim.optimizer import ParamsT
 
 from .decompositions import (
-    LinAlgError,
     Order,
     compute_with_fallback,
     newton_converged,
@@ -20,31 +19,29 @@ from .decompositions import (
     roots_by_eigenvalues,
     roots_by_newton,
 )
-from .facts import RootMethod
-from .kronecker import LONGEST, SIDES, KroneckerOptimizer, KroneckerSettings, Side, Stack, pack, unpack
-from .norms import matrix_norm
+from .facts import MOMENTS, RootMethod
+from .kronecker import SIDES, KroneckerOptimizer, KroneckerSettings, Side, pack
+from .matrix_optimizer import matrix_norm
 from .shampoo_facts import newton_part, packed_elements
-
-Grafting = Literal["none", "sgd", "adam"]
 
 
 class Shampoo(KroneckerOptimizer):
-    """Shampoo: whitens the momentum of each matrix on both sides and gives it the norm of another method's
-    update (grafting).
+    """Shampoo: whitens the momentum of each matrix on both sides and gives it the norm of Adam's update (grafting),
+    which suits AdamW's learning rates.
 
         L, R = averages of G G^T (rows, rows), G^T G (cols, cols); M = average of G  decays shampoo_beta, beta1
         every precondition_frequency steps:  A = L^-1/4, B = R^-1/4
-        D = A M B,  D = D |Adam(G)| / |D|                                            with grafting=adam
+        D = A M B,  D = D |Adam(G)| / |D|
         W = (1 - lr weight_decay) W - lr D
 
     Averages are bias-corrected. If one side is longer than `max_preconditioner_dim`, the other side uses the
-    power -1/2; if both sides are longer, the update is the grafted method's. As in Shi et al., the momentum
+    power -1/2; if both sides are longer, the update is Adam's. As in Shi et al., the momentum
     averages gradients instead of updates, so it shares its buffer with the grafted Adam, and new roots apply
     to the whole momentum.
 
-    State besides that of KroneckerOptimizer: `exp_avg`, M (rows, cols); `root_L` and `root_R`, A and B,
-    packed; with grafting="adam", `exp_avg_sq` (rows, cols); if refreshes are spread, X and M of Newton's
-    iteration, `next_root_L`, `next_root_R` and `residual_L`, `residual_R`, packed.
+    State besides that of KroneckerOptimizer: `exp_avg`, M, and `exp_avg_sq` (rows, cols); `root_L` and `root_R`, A and
+    B, packed; if refreshes are spread, X and M of Newton's iteration, `next_root_L`, `next_root_R` and `residual_L`,
+    `residual_R`, packed.
     """
 
     squares = "root_"
@@ -55,7 +52,6 @@ class Shampoo(KroneckerOptimizer):
         lr: float,
         *,
         shampoo_eps: float = 1e-12,
-        grafting: Grafting = "adam",
         roots: RootMethod = "eigh",
         **settings: Unpack[KroneckerSettings],
     ) -> None:
@@ -63,9 +59,6 @@ class Shampoo(KroneckerOptimizer):
             params, lr, settings: As for KroneckerOptimizer. `betas`: the decays of M and of the grafted
                 Adam's second moment; `eps`: the epsilon of the grafted Adam.
             shampoo_eps: The term added to a factor's eigenvalues, relative to the largest.
-            grafting: The method that determines the Frobenius norm of the update. none: no scaling; sgd: the
-                norm of M; adam: the norm of M / (sqrt(V) + eps), which suits AdamW's learning rates. adam
-                needs one more buffer of the size of the weight.
             roots: How inverse roots are computed. eigh: from eigenvalues. newton: using only matmuls, which
                 is faster on GPUs; a root that does not converge is computed from eigenvalues.
 
@@ -75,30 +68,29 @@ class Shampoo(KroneckerOptimizer):
         super().__init__(params, lr, **settings)
         self.symmetric = ("", "root_", "next_root_", "residual_") if self.spread else ("", "root_")
         self.shampoo_eps = shampoo_eps
-        self.grafting = grafting
         self.roots = roots
 
     def _start(self, p: torch.Tensor, state: dict[str, torch.Tensor | int]) -> None:
         state["exp_avg"] = torch.zeros_like(p)
-        if self.grafting == "adam":
-            state["exp_avg_sq"] = torch.zeros_like(p)
+        state["exp_avg_sq"] = torch.zeros_like(p)
         for side, length in self._lengths(p):
             state[f"root_{side}"] = _identity(p, length)
 
     def state_shapes(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
-        moments = ("exp_avg", "exp_avg_sq") if self.grafting == "adam" else ("exp_avg",)
-        return {**super().state_shapes(p), **dict.fromkeys(moments, tuple(p.shape))}
+        return {**super().state_shapes(p), **dict.fromkeys(MOMENTS, tuple(p.shape))}
 
-    def _refresh(self, stack: Stack, factors: torch.Tensor) -> None:
-        roots, usable = self._roots(factors, self._order(stack[0][0]))
-        for index, (p, side) in enumerate(stack):
-            root: torch.Tensor | None = roots[index]
-            if not usable[index]:
-                if self.roots == "newton":
-                    self._report_divergence(p, side)
-                root = self._root_by_eigenvalues(p, side, factors[index])
-            if root is not None:
-                pack(root.contiguous(), self.state[p][f"root_{side}"])
+    def _refresh(self, p: torch.Tensor, side: Side, factor: torch.Tensor) -> None:
+        root: torch.Tensor | None = None
+        if self.roots == "newton":
+            roots, converged = roots_by_newton(factor[None], self._order(p), self.shampoo_eps)
+            if bool(converged):
+                root = roots[0]
+            else:
+                self._report_divergence(p, side)
+        if root is None:
+            root = self._root_by_eigenvalues(p, side, factor)
+        if root is not None:
+            pack(root.contiguous(), self.state[p][f"root_{side}"])
 
     def _refresh_part(self, p: torch.Tensor, side: Side, part: int) -> bool:
         """Runs the steps of Newton's iteration that belong to this part. With `roots="eigh"`, the first part
@@ -150,11 +142,6 @@ class Shampoo(KroneckerOptimizer):
         sides = [(side, length) for side, length in self._lengths(p) if f"next_root_{side}" in roots]
         return {**roots, **{f"residual_{side}": _identity(p, length) for side, length in sides}}
 
-    def _unpacked(self, p: torch.Tensor, side: Side, name: str = "") -> torch.Tensor:
-        """Returns a factor, or another square of the state, in scratch that the next call overwrites."""
-        length = p.size(SIDES.index(side))
-        return unpack(self.state[p][f"{name}{side}"], self._square(p, 1, length)[0])
-
     def _order(self, p: torch.Tensor) -> Order:
         """Returns the order of the roots of `p`."""
         return 4 if len(self._sides(p)) == 2 else 2
@@ -167,52 +154,22 @@ class Shampoo(KroneckerOptimizer):
     def _report_divergence(self, p: torch.Tensor, side: Side) -> None:
         self._report(p, f"the Newton iteration of {side} did not converge; its eigendecomposition is used")
 
-    def _roots(self, factors: torch.Tensor, order: Order) -> tuple[torch.Tensor, Sequence[bool]]:
-        """Returns the inverse roots of a stack of factors (count, length, length), and for each root True if
-        it can be used."""
-        if self.roots == "newton":
-            roots, converged = roots_by_newton(factors, order, self.shampoo_eps)
-            return roots, converged.tolist()
-        try:
-            return roots_by_eigenvalues(factors, order, self.shampoo_eps), [True] * len(factors)
-        except LinAlgError:
-            return factors, [False] * len(factors)
-
-    def _bound(self, p: torch.Tensor, direction: torch.Tensor) -> None:
-        """Scales the update down if its norm exceeds `LONGEST` sqrt(min(rows, cols)), and reports that.
-
-        If the roots include all gradients that the momentum averages, no singular value of the update exceeds
-        the bound of Adam's update (Cauchy-Schwarz). With older roots, a singular value can be a thousand
-        times as large, in directions that the roots do not include.
-        """
-        excess = matrix_norm(direction) / (LONGEST * min(p.shape) ** 0.5)
-        direction.div_(excess.clamp_min(1))
-        self._report_bound(
-            p, excess, 1.0, "with outdated roots its update would be {:.3g} times the allowed length; it was bounded"
-        )
-
     def _direction(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         state = self.state[p]
         beta1, beta2 = self.betas
         step: int = state["step"]
         average = state["exp_avg"].lerp_(grad, 1 - beta1)
         mean = torch.div(average, 1 - beta1**step, out=self.workspace.like("mean", p))
-        grafted = mean
-        if self.grafting == "adam":
-            square = state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-            # `_sandwich` overwrites this scratch, but by then only the norm of the grafted update is needed.
-            divisor = torch.div(square, 1 - beta2**step, out=self.workspace.like("sandwich_L", p))
-            divisor.sqrt_().add_(self.eps)
-            grafted = torch.div(mean, divisor, out=divisor)
+        square = state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        # `_sandwich` overwrites this scratch, but by then only the norm of Adam's update is needed.
+        divisor = torch.div(square, 1 - beta2**step, out=self.workspace.like("sandwich_L", p))
+        divisor.sqrt_().add_(self.eps)
+        adam = torch.div(mean, divisor, out=divisor)
         if not self._sides(p):
-            return grafted
-        norm = matrix_norm(grafted)
+            return adam
+        norm = matrix_norm(adam)
         direction = self._sandwich(p, "root_", mean)
-        if self.grafting == "none":
-            self._bound(p, direction)
-        else:
-            direction.mul_(norm / matrix_norm(direction).clamp_min_(torch.finfo(p.dtype).tiny))
-        return direction
+        return direction.mul_(norm / matrix_norm(direction).clamp_min_(torch.finfo(p.dtype).tiny))
 
 
 def _identity(p: torch.Tensor, length: int) -> torch.Tensor:

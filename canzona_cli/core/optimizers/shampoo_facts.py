@@ -8,15 +8,6 @@ from canzona_cli.core.fields import CURVE, OPTIMIZER, PLAN, Count, Share, Side
 
 from .facts import Algorithm, Facts, OptimizerBase, Rule, Work
 
-GRAFTING_BYTES = {"none": 0, "sgd": 16, "adam": 64}
-"""The bytes of memory traffic per element of Shampoo's grafting: 4 for the norm of Shampoo's update and 8 for
-scaling; then for sgd 4 for the momentum's norm, or for adam 8 + 12 for the second moment, 8 for its root, 8
-for eps, 12 for the quotient and 4 for the norm."""
-GRAFTING_LAUNCHES = {"none": 0, "sgd": 3, "adam": 8}
-"""The kernel launches of Shampoo's grafting."""
-STACKED_SQUARES = 2**22
-"""The maximum number of elements in a stack of squares that one call of a refresh processes on a GPU. Stacks
-of small squares save launches on GPUs; CPUs do not gain from them."""
 NEWTON_MATMULS = {2: (4, 5, 5, 5, 5, 5, 2), 1: (3, 4, 4, 4, 4, 4, 4, 2)}
 """The number of matmuls in each step of Newton's iteration for an inverse root, by the number of the matrix's
 sides that have roots."""
@@ -65,9 +56,6 @@ class ShampooConfig(KroneckerConfig):
     """Shampoo on matrices, AdamW on the rest (Gupta et al. 2018)."""
 
     name: Annotated[Literal["shampoo"], "The optimizer.", OPTIMIZER | PLAN]
-    grafting: Annotated[
-        Literal["none", "sgd", "adam"], "The method that provides the norm of each Shampoo update.", CURVE | PLAN
-    ] = "adam"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,15 +66,16 @@ class SoapConfig(KroneckerConfig):
 
 
 def _shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
-    """Counts Shampoo's work. Traffic per element of the matrix: 50 bytes for momentum, weight and casts, plus
-    `GRAFTING_BYTES`. Per element of a square: 12 bytes to average the packed factor and 12 to unpack the
-    root, in 15 launches for each side."""
+    """Counts Shampoo's work. Traffic per element of the matrix: 50 bytes for momentum, weight and casts; for the norm
+    of Adam's update 8 + 12 for the second moment, 8 for its root, 8 for eps, 12 for the quotient and 4 for the norm; 4
+    for the norm of Shampoo's update and 8 for scaling. Per element of a square: 12 bytes to average the packed factor
+    and 12 to unpack the root, in 15 launches for each side."""
     sides = factored_sides(a, rows, cols)
     squares = sum(side * side for side in sides)
     step = Work(
         matmuls=tuple(_side_matmuls(rows, cols, sides, 1)),
-        traffic=(50 + GRAFTING_BYTES[a.grafting]) * rows * cols + 24 * squares,
-        launches=8 + 15 * len(sides) + GRAFTING_LAUNCHES[a.grafting],
+        traffic=114 * rows * cols + 24 * squares,
+        launches=16 + 15 * len(sides),
     )
     counts = NEWTON_MATMULS.get(len(sides), ())
 
@@ -202,7 +191,7 @@ def packed_elements(side: int) -> int:
 FACTS = (
     Facts(
         settings=ShampooConfig,
-        rule=Rule(work=_shampoo, fragment_bytes=24, moments=1, packed=2, begun_packed=2),
+        rule=Rule(work=_shampoo, fragment_bytes=24, moments=2, packed=2, begun_packed=2),
         update="shampoo:Shampoo",
     ),
     Facts(

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 import torch
 
 from . import muon
-from .matrix_optimizer import Workspace, matmul_precision
+from .matrix_optimizer import Run, Workspace, matmul_precision
 from .muon_facts import count_down, distrust
 from .newton_schulz import newton_schulz
-from .runs import Run
 from .shared_rows import FragmentGroup, Shape, Sum, Turns, gram_by_rows, run_turns
 
 

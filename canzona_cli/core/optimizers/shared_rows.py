@@ -33,7 +33,7 @@ from .gram_form import (
 )
 from .matrix_optimizer import Workspace
 from .muon_facts import segments
-from .symmetric import full_matmul
+from .newton_schulz import full_matmul
 
 Shape = tuple[int, int]
 """The rows and columns of the whole matrix; fragments are cut along one of the two."""

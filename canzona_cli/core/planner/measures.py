@@ -110,7 +110,6 @@ POLYNOMIAL_ERROR = {
     "simple": 0.198,
     "quintic": 0.017,
     "polar_express": 0.088,
-    "cans": 0.081,
     "aol": 1.54,
     "deepseekv4": 0.198,
 }

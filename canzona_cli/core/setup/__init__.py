@@ -8,10 +8,8 @@ line to each recipe that needs a value other than the default.
 """
 
 from canzona_cli.core.fields import Fp8Recipe, Precision
-from canzona_cli.core.optimizers.adamw_facts import AdamWConfig
-from canzona_cli.core.optimizers.facts import Clip, Form, OptimizerBase, RootMethod
+from canzona_cli.core.optimizers.facts import AdamWConfig, Form, OptimizerBase, RootMethod
 from canzona_cli.core.optimizers.muon_facts import (
-    STANDARD_ONLY,
     MomentumConfig,
     MuonConfig,
     NorMuonConfig,
@@ -28,28 +26,29 @@ from canzona_cli.core.setup.cluster import (
     FastPath,
     HashedOnce,
 )
-from canzona_cli.core.setup.engine import (
-    EngineConfig,
-    Gathering,
-    Mode,
-    MuonTpMode,
-    Reduction,
-    Splitting,
-    Strategy,
-)
 from canzona_cli.core.setup.layout import Layout, Mesh
-from canzona_cli.core.setup.optimizer import OPTIMIZERS, CustomConfig, OptimizerConfig, OptimizerName, UpdateName
-from canzona_cli.core.setup.setup import Execution, Setup
-from canzona_cli.core.setup.training import (
+from canzona_cli.core.setup.sections import (
+    OPTIMIZERS,
     PARTS_OF_LLAMA,
+    CustomConfig,
     DecayStyle,
     Dispatcher,
     Divergence,
-    LossSpike,
+    EngineConfig,
+    Gathering,
+    Mode,
     ModelConfig,
+    MuonTpMode,
     NonFinite,
+    OptimizerConfig,
+    OptimizerName,
     ParallelConfig,
     Recompute,
+    Reduction,
     ScheduleConfig,
+    Splitting,
+    Strategy,
     TrainConfig,
+    UpdateName,
 )
+from canzona_cli.core.setup.setup import Execution, Setup

@@ -5,7 +5,7 @@ from functools import cached_property
 
 from canzona_cli.core.fields import Count, Ranks
 from canzona_cli.core.setup.cluster import HashedOnce
-from canzona_cli.core.setup.training import Recompute
+from canzona_cli.core.setup.sections import Recompute
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,14 @@ from dataclasses import dataclass
 from enum import Enum
 
 from canzona_cli.core.setup.cluster import ClusterConfig, HashedOnce
-from canzona_cli.core.setup.engine import EngineConfig
-from canzona_cli.core.setup.optimizer import OptimizerConfig
-from canzona_cli.core.setup.training import ModelConfig, ParallelConfig, ScheduleConfig, TrainConfig
+from canzona_cli.core.setup.sections import (
+    EngineConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
 
 
 class Execution(Enum):

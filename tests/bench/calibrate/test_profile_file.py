@@ -30,12 +30,11 @@ def test_numbers_that_yaml_would_read_as_text_stay_numbers(tmp_path: Path) -> No
     assert composed(written(tmp_path / "here.yaml", profile_text(found))) == tiny
 
 
-def test_each_number_has_its_spread_and_rows_are_short() -> None:
+def test_a_row_of_a_table_is_a_line() -> None:
     lines = profile_text(calibration()).splitlines()
-    assert "  - [512, 0.9] # +- 5% of 9" in lines
-    assert "  - [muon/standard/5, 256, 768, 0.0025] # +- 5% of 9" in lines
-    assert "adamw_ns: 3.5 # +- 25% of 9" in lines
-    assert all(len(line) <= 120 for line in lines if not line.startswith("#"))
+    assert "- [512, 0.9]" in lines
+    assert "- [muon/standard/5, 256, 768, 0.0025]" in lines
+    assert "adamw_ns: 3.5" in lines
 
 
 def test_the_top_says_when_where_and_what_to_beware_of() -> None:

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from canzona_cli.bench.calibrate.collectives import LEAST_SAMPLES, MOST_SAMPLES, repeat
 from canzona_cli.bench.calibrate.compute import Group, expected_seconds, shapes, variants
 from canzona_cli.bench.calibrate.profile import FULL, QUICK, Orders
-from canzona_cli.bench.calibrate.timing import LEAST, MOST, repeat
 from canzona_cli.config.compose import compose_run
 from canzona_cli.core.costs.update import algorithm_of, label
 from canzona_cli.core.megatron.optimizer import megatron_adam, megatron_muon
@@ -81,11 +81,11 @@ def test_a_number_is_repeated_within_its_budget(monkeypatch: pytest.MonkeyPatch)
         now += 0.01
 
     clocks = SimpleNamespace(perf_counter=lambda: now, process_time=lambda: now)
-    monkeypatch.setattr("canzona_cli.bench.calibrate.timing.time", clocks)
+    monkeypatch.setattr("canzona_cli.bench.calibrate.collectives.time", clocks)
     assert len(repeat(work, CPU, 0.002)) == 1, "a call that is four times its budget is not repeated"
-    assert len(repeat(work, CPU, 0.015)) == LEAST
+    assert len(repeat(work, CPU, 0.015)) == LEAST_SAMPLES
     assert len(repeat(work, CPU, 0.055)) == 6
-    assert len(repeat(work, CPU, 100.0)) == MOST
+    assert len(repeat(work, CPU, 100.0)) == MOST_SAMPLES
 
 
 @pytest.mark.parametrize(("threads", "of"), [(1, "processor"), (4, "wall clock")])
@@ -99,7 +99,7 @@ def test_where_ranks_share_a_core_its_own_time_counts(monkeypatch: pytest.Monkey
         wall += 0.032 if round(worked / 0.002) % 4 == 0 else 0.002
 
     clocks = SimpleNamespace(perf_counter=lambda: wall, process_time=lambda: worked)
-    monkeypatch.setattr("canzona_cli.bench.calibrate.timing.time", clocks)
+    monkeypatch.setattr("canzona_cli.bench.calibrate.collectives.time", clocks)
     monkeypatch.setattr("torch.get_num_threads", lambda: threads)
     found = repeat(work, CPU, 1.0)
     assert sum(found) / len(found) == pytest.approx(0.002 if of == "processor" else 0.0095, rel=0.05)

@@ -161,9 +161,7 @@ def test_parts_of_a_refresh_are_priced_as_they_are_run(name: UpdateName) -> None
 
     for _ in range(2 * period):
         update()
-    how = Algorithm(
-        name=name, max_preconditioner_dim=64, refresh_period=period, spread=True, roots="newton", grafting="adam"
-    )
+    how = Algorithm(name=name, max_preconditioner_dim=64, refresh_period=period, spread=True, roots="newton")
     step, parts = work(how, *shape)
     for number, part in enumerate(parts):
         vectors = sum(10 * 2 * side**2 for side in shape) if name == "shampoo" and number == 0 else 0
@@ -312,11 +310,9 @@ def test_what_a_run_says_is_what_is_priced() -> None:
         replace(soap, engine=replace(soap.engine, strategy="layerwise")),
     ):
         assert not algorithm_of(at_once.setup).spread
-    dims = ["optimizer.max_preconditioner_dim=64", "optimizer.grafting=sgd"]
+    dims = ["optimizer.max_preconditioner_dim=64"]
     shampoo = compose_run(["recipe=32b", "optimizer=shampoo", *dims], training=False).config
-    assert algorithm_of(shampoo.setup) == Algorithm(
-        name="shampoo", max_preconditioner_dim=64, grafting="sgd", spread=True
-    )
+    assert algorithm_of(shampoo.setup) == Algorithm(name="shampoo", max_preconditioner_dim=64, spread=True)
 
 
 def test_small_matrices_of_a_gpu_are_stacked_where_that_takes_less() -> None:
@@ -389,13 +385,6 @@ def test_a_decomposition_takes_the_latency_of_its_columns_on_gpus() -> None:
     assert duration(Work(eigh=(256,)), "fp32", free).device_s == pytest.approx(2 * 256 * 4e-6)
     on_cpu = replace(CPU, qr_tflops=0.5)
     assert duration(Work(qr=((256, 256),)), "fp32", on_cpu).device_s == pytest.approx(8 / 3 * 256**3 / 0.5e12)
-
-
-def test_grafting_is_memory_traffic_on_top() -> None:
-    none, sgd, adam = (work(replace(SHAMPOO, grafting=g), 300, 200)[0] for g in ("none", "sgd", "adam"))
-    assert sgd.traffic - none.traffic == 16 * 300 * 200
-    assert adam.traffic - none.traffic == 64 * 300 * 200
-    assert none.flops == sgd.flops == adam.flops
 
 
 @pytest.mark.parametrize("profile", ["h100-80g", "h200", "cpu"])

@@ -73,7 +73,6 @@ def shampoo(
     eps: float,
     shampoo_eps: float,
     period: int,
-    grafting: str,
     left: bool = True,
     right: bool = True,
     late: int | None = None,
@@ -105,10 +104,7 @@ def shampoo(
         mean = m / (1 - betas[0] ** t)
         update = root_l @ mean @ root_r
         adam = mean / ((v / (1 - betas[1] ** t)).sqrt() + eps)
-        if grafting == "adam":
-            update = update * adam.norm() / update.norm() if left or right else adam
-        elif grafting == "sgd":
-            update = update * mean.norm() / update.norm()
+        update = update * adam.norm() / update.norm() if left or right else adam
         w = w - lr * weight_decay * w - lr * update
     return w
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from canzona_cli.core.optimizers import SOAP, Muon, NorMuon, Shampoo
 from canzona_cli.core.optimizers.kronecker import KroneckerOptimizer
 from canzona_cli.core.optimizers.matrix_optimizer import MatrixOptimizer, matmul_precision
+from canzona_cli.optimizers import SOAP, Muon, NorMuon, Shampoo
 
 from . import reference as reference
 
@@ -51,7 +51,6 @@ def test_deleting_a_state_restarts_one_matrix_alone(make: Make) -> None:
     "make",
     [
         *MAKES.values(),
-        lambda p: Shampoo(p, 0.02, grafting="none"),
         lambda p: SOAP(p, 0.02, max_preconditioner_dim=10),
         lambda p: Shampoo(p, 0.02, max_preconditioner_dim=5),
     ],

@@ -9,16 +9,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from canzona_cli.config.compose import compose_run
-from canzona_cli.core import setup as schema
-from canzona_cli.core.costs.update import algorithm_of, work
-from canzona_cli.core.errors import ConfigError
-from canzona_cli.core.optimizers import Muon, NorMuon, Workspace, gram_form, muon, muon_facts
+from canzona_cli.core.costs.update import work
+from canzona_cli.core.optimizers import gram_form, muon, muon_facts
 from canzona_cli.core.optimizers.facts import Algorithm
 from canzona_cli.core.optimizers.gram_form import gram_newton_schulz
-from canzona_cli.core.optimizers.muon_facts import MUON_AROUND, STANDARD_ONLY, CoefficientSet, iteration_work, segments
+from canzona_cli.core.optimizers.muon_facts import MUON_AROUND, CoefficientSet, iteration_work, segments
 from canzona_cli.core.optimizers.newton_schulz import COEFFICIENTS, coefficients, newton_schulz
 from canzona_cli.core.setup import Form
+from canzona_cli.optimizers import Muon, NorMuon, Workspace
 
 from . import reference
 from .adversarial import KINDS, adversarial
@@ -203,7 +201,7 @@ def test_bad_results_of_adversarial_matrices_are_found(
     chance."""
     kind_of = gram_form.gram_dtype
     monkeypatch.setattr(muon, "gram_dtype", lambda dtype, _: kind_of(dtype, torch.device(device)))
-    sets = [ns for ns in COEFFICIENTS if ns not in STANDARD_ONLY]
+    sets = [*COEFFICIENTS]
     fell = 0
     for seed in range(count):
         kind, x = adversarial(seed)
@@ -225,19 +223,6 @@ def test_bad_results_of_adversarial_matrices_are_found(
             allowed = max(apart(standard, ideal), apart(exact(unit, coefficients(ns, 5)), ideal), 2.0**-8)
             assert apart(gram, ideal) <= 10 * allowed, (seed, kind, ns)
     assert fell
-
-
-def test_a_set_at_the_edge_of_its_range_is_for_the_standard_form_alone() -> None:
-    assert STANDARD_ONLY == schema.STANDARD_ONLY
-    config = compose_run(["recipe=tiny", "optimizer.coefficients=cans"]).config
-    assert algorithm_of(config.setup).form == "standard"
-    with pytest.raises(ConfigError, match=r"optimizer\.form"):
-        compose_run(["recipe=tiny", "optimizer.coefficients=cans", "optimizer.form=gram"])
-    p = torch.nn.Parameter(torch.zeros(12, 40))
-    for form in ("gram", {(12, 40): "gram"}):
-        with pytest.raises(ValueError, match="only be used in standard form"):
-            Muon([p], 0.02, coefficients="cans", form=form)  # type: ignore[arg-type]
-    Muon([p], 0.02, coefficients="cans", form={(12, 40): "standard"})
 
 
 @pytest.mark.parametrize("stack", [False, True])

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from canzona_cli.core.optimizers import Muon, NorMuon, Workspace, gram_form, muon, muon_facts
+from canzona_cli.core.optimizers import gram_form, muon, muon_facts
 from canzona_cli.core.optimizers.facts import Form
 from canzona_cli.core.optimizers.gram_form import (
     LARGEST_NORM,
@@ -21,8 +21,9 @@ from canzona_cli.core.optimizers.gram_form import (
     starting_norm,
     unscaled_steps,
 )
-from canzona_cli.core.optimizers.muon_facts import STANDARD_ONLY, CoefficientSet, segments
+from canzona_cli.core.optimizers.muon_facts import CoefficientSet, segments
 from canzona_cli.core.optimizers.newton_schulz import COEFFICIENTS, coefficients, newton_schulz
+from canzona_cli.optimizers import Muon, NorMuon, Workspace
 
 from . import reference
 from .test_gram_form import apart, exact, spectrum, updated
@@ -30,7 +31,7 @@ from .test_shared import LR, cut, gaussian, parameter
 from .test_shared import apart as apart_from_start
 from .test_shared import muon as gram_muon
 
-SETS = [ns for ns in COEFFICIENTS if ns not in STANDARD_ONLY]
+SETS = [*COEFFICIENTS]
 HALF = torch.float16
 
 

@@ -10,10 +10,11 @@ from weakref import WeakSet
 import pytest
 import torch
 
-from canzona_cli.core.optimizers import Muon, NorMuon, graphs
+from canzona_cli.core.optimizers import graphs
 from canzona_cli.core.optimizers.gram_form import gram_newton_schulz
 from canzona_cli.core.optimizers.graphs import Replayed
-from canzona_cli.core.optimizers.runs import Run
+from canzona_cli.core.optimizers.matrix_optimizer import Run
+from canzona_cli.optimizers import Muon, NorMuon
 from tests.cuda_graph_stand_in import Device, Version, cuda_graphs
 
 from . import reference as reference

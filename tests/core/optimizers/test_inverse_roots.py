@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from canzona_cli.core.optimizers import SOAP, Shampoo, kronecker
 from canzona_cli.core.optimizers.decompositions import Order, damping, roots_by_eigenvalues, roots_by_newton
 from canzona_cli.core.optimizers.shampoo_facts import NEWTON_MATMULS
+from canzona_cli.optimizers import Shampoo
 
 from . import reference as reference
 
@@ -115,35 +115,3 @@ def test_what_does_not_converge_is_counted_and_taken_from_eigenvalues(monkeypatc
         == [f"the Newton iteration of {side} did not converge; its eigendecomposition is used" for side in ("L", "R")]
         * 2
     )
-
-
-@pytest.mark.parametrize("name", ["soap", "shampoo", "shampoo by newton"])
-def test_equal_sides_may_be_refreshed_in_one_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit by bit where a stack's products are those of its parts (seen on a CPU), else within rounding: gradients of
-    full rank, of which neither makes more than a thousandth of its way."""
-    shapes = [(12, 12), (12, 20), (20, 12), (12, 20)]
-    grads = reference.gradients(shapes, 7)
-
-    def make(p: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        if name == "soap":
-            return SOAP(p, 0.02, precondition_frequency=3, eps=1e-3)
-        return Shampoo(
-            p, 0.02, precondition_frequency=3, shampoo_eps=1e-3, roots="newton" if "newton" in name else "eigh"
-        )
-
-    alone, _ = reference.run(make, shapes, grads)
-    monkeypatch.setattr(kronecker, "STACK_LIMITS", {"cpu": 2**22})  # as on a GPU
-    calls: list[int] = []
-    for kind in (SOAP, Shampoo):
-        real = kind._refresh
-
-        def listened(self: object, stack: object, factors: torch.Tensor, real: object = real) -> None:
-            calls.append(len(factors))
-            real(self, stack, factors)  # type: ignore[operator]
-
-        monkeypatch.setattr(kind, "_refresh", listened)
-    together, _ = reference.run(make, shapes, grads)
-    # Of four matrices rows of 12 three times, columns of 12 twice and of 20 twice.
-    assert sorted(calls[:4]) == [1, 2, 2, 3]
-    for mine, other, start in zip(together, alone, reference.weights(shapes), strict=True):
-        assert (mine - other).norm() <= 1e-3 * (other - start).norm()

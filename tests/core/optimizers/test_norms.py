@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from canzona_cli.core.optimizers.norms import PIECE, matrix_norm, sum_of_squares
+from canzona_cli.core.optimizers.matrix_optimizer import PIECE, matrix_norm, sum_of_squares
 
 LONG = 20_000_000
 VALUES: dict[str, Callable[[int], torch.Tensor]] = {

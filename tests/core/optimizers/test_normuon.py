@@ -4,7 +4,7 @@ import pytest
 import torch
 from emerging_optimizers.orthogonalized_optimizers.adaptive_muon import AdaptiveMuon
 
-from canzona_cli.core.optimizers import NorMuon
+from canzona_cli.optimizers import NorMuon
 
 from . import reference as reference
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from canzona_cli.core.optimizers import SOAP, Muon, NorMuon, Shampoo, gram_form
+from canzona_cli.core.optimizers import gram_form
 from canzona_cli.core.optimizers.facts import Form
 from canzona_cli.core.optimizers.matrix_optimizer import MatrixOptimizer
 from canzona_cli.core.optimizers.shared_rows import FragmentGroup, Shape
+from canzona_cli.optimizers import SOAP, Muon, NorMuon, Shampoo
 
 from .operations import Counted
 from .test_shared import alone, muon

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from canzona_cli.core.optimizers import SOAP, Shampoo
 from canzona_cli.core.optimizers.kronecker import KroneckerOptimizer
+from canzona_cli.optimizers import SOAP, Shampoo
 
 from . import reference as reference
 

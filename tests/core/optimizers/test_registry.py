@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from canzona_cli.core.optimizers import Muon
 from canzona_cli.core.optimizers.registry import UnusableOptimizer, load_class, probe
+from canzona_cli.optimizers import Muon
 
 Params = list[torch.nn.Parameter]
 

@@ -7,9 +7,9 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from canzona_cli.core.optimizers import Muon, NorMuon
 from canzona_cli.core.optimizers.facts import Form
-from canzona_cli.core.optimizers.runs import runs, view_run
+from canzona_cli.core.optimizers.matrix_optimizer import runs, view_run
+from canzona_cli.optimizers import Muon, NorMuon
 
 STEPS = 4
 ROWS, COLS = 12, 40

@@ -5,11 +5,10 @@ from functools import partial
 import pytest
 import torch
 
-from canzona_cli.core.optimizers import Shampoo
 from canzona_cli.core.optimizers.decompositions import roots_by_eigenvalues
 from canzona_cli.core.optimizers.facts import RootMethod
-from canzona_cli.core.optimizers.shampoo import Grafting
 from canzona_cli.core.optimizers.shampoo_facts import newton_part
+from canzona_cli.optimizers import Shampoo
 
 from . import reference as reference
 
@@ -17,15 +16,14 @@ SHAPES = [(10, 10), (8, 14), (14, 8)]
 RULE = {"weight_decay": 0.3, "betas": (0.8, 0.9), "shampoo_beta": 0.7, "eps": 1e-8, "shampoo_eps": 1e-2}
 
 
-@pytest.mark.parametrize("grafting", ["none", "sgd", "adam"])
 @pytest.mark.parametrize("period", [1, 3])
-def test_is_the_papers_rule(grafting: Grafting, period: int) -> None:
+def test_is_the_papers_rule(period: int) -> None:
     """eps 1e-2 keeps an inverse fourth root's condition below 1e2^(1/4) a side, so fp32 keeps six digits."""
     reference.assert_rule(
-        lambda p: Shampoo(p, 0.02, precondition_frequency=period, grafting=grafting, **RULE),  # type: ignore[arg-type]
+        lambda p: Shampoo(p, 0.02, precondition_frequency=period, **RULE),  # type: ignore[arg-type]
         SHAPES,
         reference.gradients(SHAPES, 7),
-        partial(reference.shampoo, lr=0.02, period=period, grafting=grafting, **RULE),  # type: ignore[arg-type]
+        partial(reference.shampoo, lr=0.02, period=period, **RULE),  # type: ignore[arg-type]
         rtol=2e-5,
         atol=2e-6,
     )
@@ -41,20 +39,19 @@ def test_a_refresh_in_parts_is_the_papers_with_later_roots(roots: RootMethod, pe
         lambda p: Shampoo(p, 0.02, precondition_frequency=period, spread=True, roots=roots, **RULE),  # type: ignore[arg-type]
         [(8, 14), (10, 10)],
         reference.gradients([(8, 14), (10, 10)], 4 * period),
-        partial(reference.shampoo, lr=0.02, period=period, grafting="adam", late=late, **RULE),  # type: ignore[arg-type]
+        partial(reference.shampoo, lr=0.02, period=period, late=late, **RULE),  # type: ignore[arg-type]
         rtol=1e-4,
         atol=5e-5,
     )
 
 
-@pytest.mark.parametrize("grafting", ["none", "sgd", "adam"])
 @pytest.mark.parametrize(("max_dim", "left", "right"), [(10, True, False), (7, False, False)])
-def test_long_sides_are_left_alone(grafting: Grafting, max_dim: int, left: bool, right: bool) -> None:
+def test_long_sides_are_left_alone(max_dim: int, left: bool, right: bool) -> None:
     optimizer = reference.assert_rule(
-        lambda p: Shampoo(p, 0.02, max_preconditioner_dim=max_dim, grafting=grafting, **RULE),  # type: ignore[arg-type]
+        lambda p: Shampoo(p, 0.02, max_preconditioner_dim=max_dim, **RULE),  # type: ignore[arg-type]
         [(8, 14)],
         reference.gradients([(8, 14)], 5),
-        partial(reference.shampoo, lr=0.02, period=10, grafting=grafting, left=left, right=right, **RULE),  # type: ignore[arg-type]
+        partial(reference.shampoo, lr=0.02, period=10, left=left, right=right, **RULE),  # type: ignore[arg-type]
         rtol=2e-5,
         atol=2e-6,
     )

@@ -7,7 +7,7 @@ import pytest
 import torch
 from emerging_optimizers.soap import SOAP as EmergingSOAP
 
-from canzona_cli.core.optimizers import SOAP
+from canzona_cli.optimizers import SOAP
 
 from . import reference as reference
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from canzona_cli.core.optimizers.symmetric import gram, product, strip_count
+from canzona_cli.core.optimizers.newton_schulz import strip_count, symmetric_gram, symmetric_product
 
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-23}
 """The unit in the last place of a result in its type."""
@@ -28,7 +28,7 @@ def test_gram_is_exact_to_rounding(shape: tuple[int, ...], dtype: torch.dtype, t
         x = x.mT.contiguous().mT
     exact = x.double() @ x.double().mT
     out = torch.full((*shape[:-1], shape[-2]), float("nan"), dtype=dtype)
-    assert gram(x, out) is out
+    assert symmetric_gram(x, out) is out
     assert_near(out, exact, x.double().abs() @ x.double().mT.abs(), shape[-1])
     if strip_count(*shape[-2:]) > 1 and dtype == torch.bfloat16 and x.ndim == 2:
         assert torch.equal(out, out.mT)
@@ -45,7 +45,7 @@ def test_product_of_polynomials_is_exact_to_rounding(shape: tuple[int, ...], dty
     scale = 1.5 * a.double().abs() @ p.double().abs()
     for add, beta in ((None, 1.0), (a, 0.75)):
         out = torch.full_like(a, float("nan"))
-        product(a, p, out, add=add, beta=beta, alpha=-1.5)
+        symmetric_product(a, p, out, add=add, beta=beta, alpha=-1.5)
         whole = exact if add is None else exact + beta * add.double()
         full = scale if add is None else scale + beta * add.double().abs()
         assert_near(out, whole, full, shape[-1])

@@ -20,7 +20,6 @@ BASE: dict[str, RunConfig] = {
     for name in OPTIMIZERS
 }
 OTHERS: dict[str, object] = {
-    "optimizer.coefficients": "cans",  # alone has no Gram form
     "optimizer.options": {"momentum": 0.5},
     "cluster.matmul_tflops": ((64, 0.1),),
     "cluster.measured_updates": (("muon/standard/5", 64, 64, 0.1),),

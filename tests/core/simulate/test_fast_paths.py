@@ -95,7 +95,6 @@ def test_what_they_would_gain_is_the_difference_between_the_plans() -> None:
         (("optimizer.form=standard",), {"graphs"}),
         (("optimizer.form=gram",), {"graphs", "fused", "shared"}),
         (("optimizer.graph=false", "engine.mode=hosted"), {"gram", "fused"}),
-        (("optimizer.coefficients=cans",), {"graphs"}),
         (("optimizer=soap",), set()),
         (("engine.strategy=sc",), set()),
         (("engine.strategy=asc",), {"gram", "graphs", "fused"}),

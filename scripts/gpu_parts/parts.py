@@ -1,17 +1,32 @@
-"""The parts of the check on one GPU: training like CPU ranks, checkpoints for CPU ranks, memory, calibration."""
+"""The parts of the check, on one GPU and on two: training like CPU ranks, checkpoints for CPU ranks, memory,
+calibration; shared matrices, and collectives that overlap with other work."""
 
 import importlib.util
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 import yaml
 
 from canzona_cli.config.compose import compose_run
 from canzona_cli.core.costs.machine import install_fused_layers
 from canzona_cli.core.planner.plan_file import read_plan
+from canzona_cli.core.setup import Mode
 from gpu_parts.outcome import Comparison, Outcome, Setup, Status
-from gpu_parts.runs import Distance, Run, compare_curves, finish, fp8_distance, on_device, read_steps, run, start, train
+from gpu_parts.runs import (
+    Distance,
+    Run,
+    StepTrace,
+    compare_curves,
+    finish,
+    fp8_distance,
+    on_device,
+    read_steps,
+    run,
+    start,
+    train,
+)
 
 PROFILED: Final = 7
 HOST_WAITS: Final = 1
@@ -181,28 +196,8 @@ def doubts(setup: Setup) -> Outcome:
 
 
 def step(setup: Setup) -> Outcome:
-    """Profiles a step of a larger model, and compares its time and memory with the plan."""
-    return profile_of(train(setup, {"step": step_overrides(setup)})["step"], profiled_recipe(setup))
-
-
-def step_overrides(setup: Setup) -> tuple[str, ...]:
-    return profiled(setup, *on_device(setup))
-
-
-def profiled(setup: Setup, *overrides: str) -> tuple[str, ...]:
-    """Returns the overrides of a run in which torch's profiler records one step."""
-    recipe = profiled_recipe(setup)
-    size = (f"recipe={recipe}", "train.batch_tokens=65536") if setup.device == "cuda" else tiny(setup, recipe)
-    steps = (f"run.profile_steps=[{PROFILED},{PROFILED}]", f"train.steps={PROFILED + 1}", "checkpoint.at_end=false")
-    return (*size, "data=stdlib-bytes", *_PLAIN, *steps, *overrides)
-
-
-def profiled_recipe(setup: Setup) -> str:
-    return "qwen3-0.6b" if setup.device == "cuda" else "qwen3-tiny"
-
-
-def profile_of(profiled_run: Run, recipe: str) -> Outcome:
-    """Judges a profiled step by the host's waits, and compares its times and memory with the plan's predictions."""
+    """Profiles a step of a larger model: judges the host's waits, and compares its time and memory with the plan."""
+    profiled_run, recipe = train(setup, {"step": step_overrides(setup)})["step"], profiled_recipe(setup)
     trace, breakdown = read_steps(profiled_run.trace()), profiled_run.breakdown
     peak, planned = breakdown.peak_memory_bytes, breakdown.planned
     assert peak is not None
@@ -227,6 +222,22 @@ def profile_of(profiled_run: Run, recipe: str) -> Outcome:
     }  # fmt: skip
     status: Status = "pass" if fine else "short"
     return Outcome(status=status, summary=summary, numbers=numbers, comparisons=tuple(comparisons))
+
+
+def step_overrides(setup: Setup) -> tuple[str, ...]:
+    return profiled(setup, *on_device(setup))
+
+
+def profiled(setup: Setup, *overrides: str) -> tuple[str, ...]:
+    """Returns the overrides of a run in which torch's profiler records one step."""
+    recipe = profiled_recipe(setup)
+    size = (f"recipe={recipe}", "train.batch_tokens=65536") if setup.device == "cuda" else tiny(setup, recipe)
+    steps = (f"run.profile_steps=[{PROFILED},{PROFILED}]", f"train.steps={PROFILED + 1}", "checkpoint.at_end=false")
+    return (*size, "data=stdlib-bytes", *_PLAIN, *steps, *overrides)
+
+
+def profiled_recipe(setup: Setup) -> str:
+    return "qwen3-0.6b" if setup.device == "cuda" else "qwen3-tiny"
 
 
 def _milliseconds(what: str, simulated_s: float, measured_s: float) -> Comparison:
@@ -255,7 +266,13 @@ def calibrate(setup: Setup) -> Outcome:
         if profile.get(name) is not None and getattr(shipped, name) is not None
     )
     status: Status = "short" if lacking else "pass"
-    return Outcome(status=status, summary=summary, numbers={"profile": profile}, comparisons=comparisons)
+    return Outcome(
+        status=status,
+        summary=summary,
+        numbers={"profile": profile},
+        comparisons=comparisons,
+        verified=profile["verified"],
+    )
 
 
 def verdict(checks: dict[str, Distance]) -> Status:
@@ -268,3 +285,73 @@ def in_words(checks: dict[str, Distance]) -> str:
 
 def as_dicts(checks: dict[str, Distance]) -> dict[str, object]:
     return {name: vars(check) for name, check in checks.items()}
+
+
+UNGROUPED = 1.5
+"""The number of NCCL kernels per bucket and direction above which collectives are not grouped."""
+HIDDEN = 0.5
+"""The smallest accepted share of communication that overlaps with computation."""
+
+
+def split(setup: Setup, axis: str) -> Outcome:
+    """Compares two ranks along an axis (tp, dp, cp, pp) with a CPU rank, from the same weights on the same batches."""
+    run(setup, "cpu")
+    name = f"{axis}2"
+    return against_cpu(setup, train(setup, {name: split_overrides(setup, axis)})[name])
+
+
+def split_overrides(setup: Setup, axis: str) -> tuple[str, ...]:
+    sizes = {"tp": 1, "pp": 1, "cp": 1} | ({} if axis == "dp" else {axis: 2})
+    return continued(setup, *on_device(setup, gpus=2), *(f"parallel.{name}={ranks}" for name, ranks in sizes.items()))
+
+
+def shared(setup: Setup) -> Outcome:
+    """Compares two tensor-parallel ranks that share matrices with two that host them, both in Gram form, and with a CPU
+    rank, from the same weights on the same batches."""
+    exact = run(setup, "cpu-fp32")
+    runs = train(setup, {f"{mode}2": shared_overrides(setup, mode) for mode in get_args(Mode)})
+    checked, hosted = runs["shared2"], runs["hosted2"]
+    modes = Counter(read_plan(checked.files.plan).modes)
+    against_hosted = compare_curves(checked.losses, hosted.losses, exact.losses)
+    outcome = against_cpu(setup, checked)
+    # CPU ranks compute the Gram form in bf16, which is often doubted.
+    doubted = setup.device == "cuda" and checked.fallbacks > DOUBTED * len(checked.losses) * modes["shared"]
+    passed = outcome.status == "pass" and against_hosted.holds and modes["shared"] > 0 and not doubted
+    summary = f"{modes['shared']} of {modes.total()} matrices shared, losses {against_hosted} from hosted ones"
+    summary += f", {checked.fallbacks} updates doubted"
+    numbers = {"hosted": hosted.losses, "fallbacks": checked.fallbacks, **outcome.numbers}
+    return Outcome(status="pass" if passed else "short", summary=f"{summary}; {outcome.summary}", numbers=numbers)
+
+
+def shared_overrides(setup: Setup, mode: Mode) -> tuple[str, ...]:
+    return (*split_overrides(setup, "tp"), "optimizer.form=gram", f"engine.mode={mode}")
+
+
+def overlap(setup: Setup) -> Outcome:
+    """Profiles a step with DP 2, and judges whether a bucket's collectives are grouped and overlapped."""
+    profiled_run = train(setup, {"overlap": overlap_overrides(setup)})["overlap"]
+    return judge(read_steps(profiled_run.trace()), buckets=len(read_plan(profiled_run.files.plan).buckets))
+
+
+def overlap_overrides(setup: Setup) -> tuple[str, ...]:
+    return profiled(setup, *on_device(setup, gpus=2), "parallel.tp=1", "parallel.pp=1")
+
+
+def judge(trace: StepTrace, *, buckets: int) -> Outcome:
+    """Judges the grouping and the overlap of collectives in a step.
+
+    Args:
+        buckets: the number of buckets, each of which is reduced to owners and gathered again.
+    """
+    if trace.hidden is None:
+        return Outcome(status="not run", summary="the trace has no NCCL kernels, as on a CPU")
+    rooted = trace.collectives.get("Reduce", 0) + trace.collectives.get("Broadcast", 0)
+    grouped = rooted <= 2 * UNGROUPED * buckets
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(trace.collectives.items()))
+    summary = (
+        f"{kinds} in {buckets} buckets: {'grouped' if grouped else 'one by one'}; "
+        f"{trace.hidden:.0%} of {trace.collective_s * 1e3:.0f} ms hidden"
+    )
+    numbers = {"collectives": trace.collectives, "buckets": buckets, "hidden": trace.hidden}
+    status: Status = "pass" if grouped and trace.hidden >= HIDDEN else "short"
+    return Outcome(status=status, summary=summary, numbers=numbers)

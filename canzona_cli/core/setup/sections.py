@@ -1,15 +1,18 @@
-"""The settings of training: model, parallelism, training job, learning-rate schedule and data."""
+"""The settings of a run by section: model, parallelism, training, schedule, engine, and a user's custom optimizer."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import or_
 from types import MappingProxyType
-from typing import Annotated, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 
 from canzona_cli.core.fields import (
     CURVE,
     LAYOUT,
     MODEL,
     NOTHING,
+    OPTIMIZER,
     PLAN,
     SPREAD,
     Affects,
@@ -25,7 +28,17 @@ from canzona_cli.core.fields import (
     Share,
     Side,
 )
+from canzona_cli.core.optimizers.facts import OptimizerBase, known_optimizers
 from canzona_cli.core.setup.cluster import HashedOnce
+
+if TYPE_CHECKING:
+    UpdateName = str
+    OptimizerName = str
+    OptimizerConfig = OptimizerBase
+else:
+    UpdateName = Literal[tuple(known_optimizers())]
+    OptimizerName = UpdateName | Literal["custom"]
+
 
 Layers = Annotated[int, Range(at_least=1, at_most=2048)]
 Heads = Annotated[int, Range(at_least=1, at_most=2048)]
@@ -34,10 +47,7 @@ Sequences = Annotated[int, Range(at_least=1, at_most=1 << 16)]
 Recompute = Literal["none", "selective", "full"]
 NonFinite = Literal["stop", "skip"]
 Divergence = Literal["stop", "warn"]
-LossSpike = Literal["ignore", "warn", "stop"]
 DecayStyle = Literal["cosine", "wsd", "linear", "constant"]
-TEMPERATURE: Final = 0.8
-"""The temperature of sample texts: the most likely tokens alone soon repeat themselves."""
 Experts = Annotated[int, Range(at_least=0, at_most=1024)]
 Dispatcher = Literal["allgather", "alltoall", "flex"]
 BalancingLoss = Literal["none", "sequence", "global"]
@@ -217,9 +227,6 @@ class TrainConfig:
         "On NaN or infinite gradients: stop all ranks before any weight changes, or skip and count the update.",
         NOTHING,
     ] = "stop"
-    loss_spike: Annotated[
-        LossSpike, "On a sudden rise of the loss: ignore it, warn, or stop without saving another checkpoint.", NOTHING
-    ] = "warn"
     divergence: Annotated[
         Divergence,
         "If training diverges: stop and name the last checkpoint before the divergence, or warn and fail "
@@ -242,15 +249,6 @@ class TrainConfig:
         " are held out.",
         NOTHING,
     ] = 1024
-    sample_every: Annotated[
-        CountOrZero,
-        f"Steps between text samples from the model (temperature {TEMPERATURE:g}, a fixed seed), shown in the "
-        "live view, events.jsonl and trackers. There is also a sample after the last step. 0: no samples.",
-        NOTHING,
-    ] = 0
-    sample_prompt: Annotated[
-        str | None, "The text that a sample continues; null: none, the sample begins a new document.", NOTHING
-    ] = None
 
     @property
     def weight_bytes(self) -> int:
@@ -308,3 +306,129 @@ class ScheduleConfig:
         if self.decay == "wsd" and wsd_decay_steps is None:
             wsd_decay_steps = max(1, (decay_steps - warmup_steps) // WSD_DECAY_SHARE)
         return replace(self, decay_steps=decay_steps, warmup_steps=warmup_steps, wsd_decay_steps=wsd_decay_steps)
+
+
+Strategy = Literal["canzona", "paper", "asc", "layerwise", "sc"]
+Splitting = Literal["fused", "qkv", "split", "per_head"]
+Mode = Literal["hosted", "shared"]
+"""The ways to update a matrix: as a whole on its host, or jointly by the TP group of its owner."""
+Reduction = Literal["reduce", "ring"]
+"""The ways to reduce a bucket's gradients to their owners: one reduction per owner, or a reduce-scatter in
+equal parts, which are then sent on to their owners."""
+Gathering = Literal["broadcast", "ring"]
+"""The ways to gather a bucket's weights: one broadcast per owner, or an all-gather of equal parts, to which
+the owners have sent their ranges."""
+
+MuonTpMode = Literal["duplicated", "distributed", "layer_sharded"]
+"""The ways in which Megatron's Muon divides exact updates over TP ranks: every rank gathers and updates the whole
+matrix; every rank keeps its fragment, and a square is all-reduced in every Newton-Schulz step; or one TP rank
+updates the whole matrix for all. Megatron-core 0.19 has the first two, Megatron-LM's main branch all three."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The settings that decide which ranks update which matrices, and how."""
+
+    AFFECTS: ClassVar[Affects] = SPREAD | PLAN
+
+    strategy: Annotated[
+        Strategy,
+        "canzona, paper (the engine of arXiv 2602.06079) and asc execute a plan. layerwise is "
+        "Megatron's layer-wise optimizer. sc: every rank updates every matrix, with Megatron's "
+        "own Muon or, for other optimizers, canzona's engine. Has no effect with optimizer=adamw.",
+    ]
+    splitting: Annotated[
+        Splitting,
+        "Splitting of weights into matrices. fused: none; qkv: q, k and v (the finest for layerwise, and"
+        " for sc with Muon); split: gate and up too; per_head: also each head of q, k and v.",
+    ] = "split"
+    alpha: Annotated[
+        float,
+        Range(at_least=0, at_most=1),
+        "Quantity that paper balances over data-parallel ranks: 0: communication, 1: compute, in between: both.",
+    ] = 1.0
+    mode: Annotated[
+        Literal["auto"] | Mode,
+        "Ranks that update a matrix: hosted (only its host), shared (all TP ranks of its owner, if optimizer"
+        " and matrix allow it), or auto (chosen for each matrix; on GPUs hosted unless cluster.verified has shared)."
+        " paper and asc always use hosted.",
+    ] = "auto"
+    c_max_mib: Annotated[
+        Positive | None, "Size limit of one rank's fused exchange; null: chosen automatically.", Example("64")
+    ] = None
+    reduction: Annotated[
+        Reduction | None,
+        "How gradients reach their owners, and weights return: reduce (a reduction and a broadcast per owner)"
+        " or ring (a reduce-scatter and an all-gather of equal parts, exchanged with the owners). null: the"
+        " faster one for each bucket.",
+    ] = None
+    plan: Annotated[
+        str | None,
+        "The plan file to execute; null: the newest file in ./plans that fits this run, or else a new plan.",
+        NOTHING,
+    ] = None
+    exchange_dtype: Annotated[
+        Precision,
+        "Precision of gradients in messages between TP ranks; bf16 rounds them and halves the messages.",
+        CURVE | PLAN,
+    ] = "fp32"
+    muon_tp_mode: Annotated[
+        MuonTpMode,
+        "How TP ranks divide the updates of Megatron's own Muon (layerwise, sc). duplicated: every rank updates the"
+        " whole matrix; distributed: every rank its fragment, with an all-reduce in every Newton-Schulz step;"
+        " layer_sharded: one rank for all. layer_sharded can only be simulated, because it is in Megatron-LM's main"
+        " branch.",
+        SPREAD,
+    ] = "duplicated"
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The number of bytes per gradient element in a message between TP ranks."""
+        return 2 if self.exchange_dtype == "bf16" else 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class CustomConfig(OptimizerBase):
+    """A torch optimizer that updates whole matrices. `source` names its class: a user's, or one in
+    `canzona_cli/core/optimizers`."""
+
+    name: Annotated[Literal["custom"], "The optimizer.", OPTIMIZER | PLAN]
+    PLAUSIBLE_LR: ClassVar[float] = 10.0
+    source: Annotated[
+        str,
+        "FILE.py:Class, or module:Class of an installed package listed in `allow`. "
+        "The class is called with the matrices, lr, weight_decay and `options`.",
+        Example("my_optimizer.py:MyOptimizer"),
+        OPTIMIZER | CURVE,
+    ]
+    allow: Annotated[
+        tuple[str, ...],
+        "Packages whose classes `source` may name. Files need no entry.",
+        Example("[my_package]"),
+        NOTHING,
+    ] = ()
+    options: Annotated[
+        dict[str, bool | int | float | str | tuple[bool | int | float | str, ...]],
+        "Additional keyword arguments of the class: plain values and lists of plain values.",
+        Example("'{momentum:0.9}'"),
+        CURVE,
+    ] = field(default_factory=dict, hash=False)
+    cost_like: Annotated[
+        UpdateName,
+        "Optimizer whose update costs and state sizes plans assume for the class. Update times that"
+        " cluster.measured_updates lists for custom take precedence.",
+        SPREAD | PLAN,
+    ] = "muon"
+
+    @property
+    def built_in(self) -> bool:
+        """True if the class is part of canzona, so that a recipe may name it without the user's consent."""
+        return self.source.startswith("canzona_cli.core.optimizers.")
+
+
+OPTIMIZERS: Mapping[str, type[OptimizerBase]] = {
+    **{name: facts.settings for name, facts in known_optimizers().items()},
+    "custom": CustomConfig,
+}
+if not TYPE_CHECKING:
+    OptimizerConfig = reduce(or_, OPTIMIZERS.values())

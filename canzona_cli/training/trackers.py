@@ -1,4 +1,4 @@
-"""Sends a run's records to one tracker, as a separate process: `python -m canzona_cli.training.trackers.follow RUN
+"""Sends a run's records to one tracker, as a separate process: `python -m canzona_cli.training.trackers RUN
 NAME STEP`.
 
 The launcher starts the process next to torchrun, and closes its standard input when the run has ended. The
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
 
 _INTERVAL_S = 1.0
-_SAMPLE = "sample"
 _MOST_POINTS = 50
 """The largest number of points that are sent at once. MLflow accepts a thousand values at a time."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
@@ -62,9 +61,8 @@ class Point:
     step: int
     time: float
     """The time of the line, in seconds since 1970."""
-    values: Mapping[str, float | str]
-    """The finite numbers of the line by name or, for a sample, its text. MLflow gets only the numbers,
-    because it does not store a step with a text."""
+    values: Mapping[str, float]
+    """The finite numbers of the line by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,15 +102,11 @@ class TensorBoard:
     def add(self, points: Sequence[Point]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.plugins.text.summary_v2 import text_pb
 
         for point in points:
             summary = Summary()
             for name, value in point.values.items():
-                if isinstance(value, str):
-                    summary.MergeFrom(text_pb(name, value))
-                else:
-                    summary.value.add(tag=name, simple_value=value)
+                summary.value.add(tag=name, simple_value=value)
             self._write(Event(wall_time=point.time, step=point.step, summary=summary))
         self._file.flush()
 
@@ -177,10 +171,11 @@ class MLflow:
     def add(self, points: Sequence[Point]) -> None:
         from mlflow.entities import Metric
 
-        metrics = []
-        for point in points:
-            numbers = {name: value for name, value in point.values.items() if not isinstance(value, str)}
-            metrics += [Metric(name, value, round(1e3 * point.time), point.step) for name, value in numbers.items()]
+        metrics = [
+            Metric(name, value, round(1e3 * point.time), point.step)
+            for point in points
+            for name, value in point.values.items()
+        ]
         self._client.log_batch(self.id, metrics=metrics)
 
     def close(self, status: RunStatus | None) -> None:
@@ -225,10 +220,9 @@ class Follower:
 
     def __init__(self, files: RunFiles, name: TrackerName, *, start: int = 0) -> None:
         self._files, self._name = files, name
-        paths = {"": files.metrics, "validation_": files.validation, _SAMPLE: files.events}
+        paths = {"": files.metrics, "validation_": files.validation}
         self._records = {kind: JsonLines(path) for kind, path in paths.items()}
-        """The readers of the run's records, by a prefix for the names of their values. Of the events, only
-        sample texts are sent."""
+        """The readers of the run's records, by a prefix for the names of their values."""
         self._state = load_if_valid(files.tracker(name), TrackerState) or TrackerState()
         taken = {kind: min(self._state.taken.get(kind, -1), start) for kind in self._records}
         self._state = replace(self._state, taken=taken)
@@ -298,14 +292,9 @@ class Follower:
         for kind, lines in self._records.items():
             for line in lines.read():
                 step, written_at = line.pop("step", None), line.pop("time", None)
-                if not isinstance(step, int) or (kind == _SAMPLE and line.get("event") != _SAMPLE):
-                    continue
-                if kind == _SAMPLE:
-                    values: dict[str, float | str] = {_SAMPLE: f"{line.get('prompt')}{line.get('text')}"}
-                else:
-                    values = _numbers(line, kind)
-                unix_s = float(written_at) if isinstance(written_at, int | float) else time.time()
-                yield kind, Point(step=step, time=unix_s, values=values)
+                if isinstance(step, int):
+                    unix_s = float(written_at) if isinstance(written_at, int | float) else time.time()
+                    yield kind, Point(step=step, time=unix_s, values=_numbers(line, kind))
 
     def _handle_failure(self, error: Exception) -> None:
         """Closes the tracker and begins a pause after a failure. Reports the first failure of several."""
@@ -334,10 +323,10 @@ class Follower:
         try_append_json_line(self._files.events, incident.line())
 
 
-def _numbers(line: Mapping[str, object], prefix: str) -> dict[str, float | str]:
+def _numbers(line: Mapping[str, object], prefix: str) -> dict[str, float]:
     """Returns the finite numbers of a line, by name with the prefix. A number in a nested mapping is named
     `outer/inner`."""
-    numbers: dict[str, float | str] = {}
+    numbers: dict[str, float] = {}
     for name, value in line.items():
         if isinstance(value, Mapping):
             numbers |= _numbers(value, f"{prefix}{name}/")

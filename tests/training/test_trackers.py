@@ -20,8 +20,8 @@ from canzona_cli.records.codec import load_if_valid, save
 from canzona_cli.records.files import RunFiles, append_json_line
 from canzona_cli.records.records import Incident, RunResult, TrackerState
 from canzona_cli.records.summary import events_of
-from canzona_cli.training.trackers import follow
-from canzona_cli.training.trackers.follow import TRACKERS, Follower, Point, TrackedRun
+from canzona_cli.training import trackers
+from canzona_cli.training.trackers import TRACKERS, Follower, Point, TrackedRun
 from tests.records.runs import CONFIG
 
 Curves = dict[str, dict[int, list[float | str]]]
@@ -132,15 +132,13 @@ READERS: dict[TrackerName, Callable[[RunFiles, str], Curves]] = {
 )
 def test_a_run_that_goes_on_does_so_in_the_same_curve(files: RunFiles, name: TrackerName) -> None:
     """Steps 1 to 3, then from the checkpoint of step 2 to step 4 with another loss in step 3."""
-    for event in ("sample", "loss_spike"):
-        append_json_line(files.events, {"event": event, "step": 2, "prompt": "def ", "text": "main", "time": 102.0})
     first = Follower(files, name)
     first.send_new()
     save(files.result, RunResult(status="preempted", exit_code=75))
     first.finish()
     state = load_if_valid(files.tracker(name), TrackerState)
     assert state is not None
-    assert state.taken == {"": 3, "validation_": 2, "sample": 2}
+    assert state.taken == {"": 3, "validation_": 2}
 
     files.metrics.unlink()
     for step in (1, 2):
@@ -160,7 +158,6 @@ def test_a_run_that_goes_on_does_so_in_the_same_curve(files: RunFiles, name: Tra
     assert threading.enumerate() == [threading.main_thread()], "and nothing of it goes on"
 
     curves = READERS[name](files, state.id or "")
-    assert curves.pop("sample", {}) == ({} if name == "mlflow" else {2: ["def main"]})
     assert set(curves) == {"loss", "grad_norm", "tokens", "validation_loss", "validation_sets/code"}
     latest = {step: values[-1] for step, values in curves["loss"].items()}
     assert latest == {1: 3.0, 2: 2.0, 3: 1.5, 4: 2.0}, "step 3 is the one of the run as it is"
@@ -192,7 +189,7 @@ class Broken:
 
 def test_a_tracker_that_fails_is_told_once_and_loses_nothing(files: RunFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TRACKERS, "wandb", Broken)
-    monkeypatch.setattr(follow, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(trackers, "_FIRST_PAUSE_S", 0.0)
     follower = Follower(files, "wandb")
     for _ in range(4):
         follower.send_new()
