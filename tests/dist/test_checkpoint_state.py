@@ -60,7 +60,7 @@ OF_CHUNKS = Case(settings=(*FOUR, "gpus=2", "parallel.pp=2", "parallel.vpp=2"), 
 READ_ELSEWHERE = Case(settings=(*FOUR, "gpus=2", "parallel.tp=2"), start=OF_CHUNKS)
 CHUNKS_AGAIN = Case(settings=(*OF_CHUNKS.settings, "train.seed=99"), start=READ_ELSEWHERE)
 UNTIED = ("model.tied_embeddings=false", "train.precision=fp32")
-OF_EXPERTS = (*EXPERTS, "model.num_experts=4", "model.num_layers=1", *OPTIMIZERS["shampoo"], *UNTIED)
+OF_EXPERTS = (*EXPERTS, "model.num_layers=1", *OPTIMIZERS["shampoo"], *UNTIED)
 
 
 def _saved(*settings: str, steps: int = 2) -> Case:
