@@ -41,7 +41,7 @@ TP2_DP2 = ("gpus=4", "parallel.tp=2", "train.micro_batch_size=4")
 OPTIMIZERS = {
     "adamw": ("optimizer=adamw",),
     "muon": ("optimizer=muon",),
-    "soap": ("optimizer=soap", "optimizer.precondition_frequency=2"),
+    "soap": ("optimizer=soap", "optimizer.precondition_frequency=2", "model.num_layers=1"),
     "shampoo": ("optimizer=shampoo", "optimizer.precondition_frequency=2"),
 }
 LAYOUTS = {
@@ -104,13 +104,14 @@ def _by_another_strategy(saving: tuple[str, ...], reading: str) -> tuple[Case, C
 
 SPLIT_OTHERWISE = _there_and_back((*LAYOUTS["dp2"], "engine.splitting=fused"), _saved(*OPTIMIZERS["muon"]))
 WEIGHTS_ALONE = Case(
-    settings=(*LAYOUTS["tp4"], "optimizer=muon", "engine.splitting=fused"),
+    settings=(*LAYOUTS["tp4"], "optimizer=muon", "engine.splitting=fused", "model.num_layers=1"),
     start=_saved(*OPTIMIZERS["soap"]),
     weights_only=True,
 )
 
 
 SHARED = ("optimizer=muon", "optimizer.form=gram", "engine.mode=shared")
+SHARED_ALONE = (*SHARED, "model.num_layers=1")
 THERE = Case(settings=(*TP2_DP2, *SHARED), start=_saved(*OPTIMIZERS["muon"]))
 MODES = [
     THERE,
@@ -130,14 +131,14 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """The settings of a user's own optimizer."""
     source = tmp_path_factory.mktemp("own") / "counting.py"
     source.write_text(COUNTING)
-    return ("optimizer=custom", f"optimizer.source={source}:Counting", "optimizer.lr=0.01")
+    return ("optimizer=custom", f"optimizer.source={source}:Counting", "optimizer.lr=0.01", "model.num_layers=1")
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, own: tuple[str, ...]) -> Runs[Case, Outcome]:
     ends = [
         *_and_one(*OPTIMIZERS["soap"], steps=2),
-        *(case for settings in (SHARED, own) for case in _and_one(*settings)),
+        *(case for settings in (SHARED_ALONE, own) for case in _and_one(*settings)),
         *(case for each in CASES for case in _elsewhere(*each)),
         *_by_another_strategy(*STRATEGIES),
         *(*SPLIT_OTHERWISE, WEIGHTS_ALONE, SC_SOAP, WIDER, *MODES, ONE_MORE),
@@ -205,7 +206,7 @@ def test_experts_are_read_by_any_number_of_ranks(runs: Runs[Case, Outcome]) -> N
 def test_a_refresh_that_has_begun_goes_through_another_layout(runs: Runs[Case, Outcome]) -> None:
     saved, straight = (runs[_saved(*OPTIMIZERS["soap"], steps=steps)] for steps in (3, 4))
     there, back = (runs[case] for case in IN_PARTS)
-    model = resolve(*TP2_DP2)[0].model
+    model = resolve(*TP2_DP2, *OPTIMIZERS["soap"])[0].model
     values = units_of(saved.checkpoint, model)
     assert any("/next_Q_" in name for name in values)
     _same(units_of(there.checkpoint, model), values)
@@ -217,7 +218,7 @@ def test_weights_alone_are_taken_by_another_optimizer_splitting_and_layout(runs:
     """Every master to the last bit, and of the state nothing: no step counted, every average zero or not there."""
     saved, there = runs[_saved(*OPTIMIZERS["soap"])], runs[WEIGHTS_ALONE]
     _same_weights(there, saved)
-    model = resolve(*TP2_DP2)[0].model
+    model = resolve(*TP2_DP2, *OPTIMIZERS["soap"])[0].model
     before, now = units_of(saved.checkpoint, model), units_of(there.checkpoint, model)
     masters = {name for name in before if name.endswith("/master")}
     assert masters == {name for name in now if name.endswith("/master")}
@@ -241,7 +242,7 @@ def test_strategies_read_each_others_checkpoints(runs: Runs[Case, Outcome]) -> N
 
 def test_sc_and_canzona_share_the_state_of_soap(runs: Runs[Case, Outcome]) -> None:
     saved, there = runs[_saved(*OPTIMIZERS["soap"])], runs[SC_SOAP]
-    model = resolve(*TP2_DP2)[0].model
+    model = resolve(*TP2_DP2, *OPTIMIZERS["soap"])[0].model
     _same(units_of(there.checkpoint, model), units_of(saved.checkpoint, model))
     _same_weights(there, saved)
 
@@ -289,7 +290,7 @@ def test_shared_and_hosted_matrices_go_on_as_each_other(runs: Runs[Case, Outcome
 
 
 def test_shared_matrices_go_on_as_if_nothing_had_happened(runs: Runs[Case, Outcome]) -> None:
-    _go_on(runs, _and_one(*SHARED))
+    _go_on(runs, _and_one(*SHARED_ALONE))
 
 
 def test_muon_goes_on_with_matrices_split_otherwise(runs: Runs[Case, Outcome]) -> None:
