@@ -122,7 +122,7 @@ def _two_steps(config: RunConfig, world: World, plan: Plan, roundings: int | Non
 CASES: dict[str, Case] = {
     "owner, reduce": Case(settings=TWO, reduction="reduce"),
     "not overlapped": Case(settings=(*TWO, *APART), reduction="ring"),
-    "padded": Case(settings=(*TWO, "model.hidden_size=36", "model.ffn_hidden_size=108"), reduction="ring"),
+    "padded": Case(settings=("gpus=2", "model.hidden_size=36", "model.ffn_hidden_size=108"), reduction="ring"),
     **{
         f"owners not in the order of ranks, {way}": Case(
             settings=("gpus=2", "engine=paper"), reduction=way, alternating=True
