@@ -42,7 +42,7 @@ SMALL = (
     "parallel.cp=1",
     "train.recompute=none",
 )
-EXPERTS = ("model.num_experts=8", "model.ffn_hidden_size=64")
+EXPERTS = ("model.num_experts=4", "model.ffn_hidden_size=64")
 """The settings that make `SMALL` a model with experts."""
 
 

@@ -25,14 +25,15 @@ from canzona_cli.records.records import EMA
 from tests.dist.jobs import SMALL, planned, resolve
 from tests.dist.whole_runs import Run, checkpoint, lines, train
 
-STEPS = 5
+STEPS = 4
 DECAY = 0.6
 FIXED = (
     *(*SMALL, "gpus=2", "train.global_batch_size=4", f"train.steps={STEPS}", "train.eval_interval=1"),
     *("checkpoint.every_minutes=null", "checkpoint.every_steps=1", "checkpoint.keep=9", "schedule.decay=constant"),
 )
-TP2 = (*FIXED, "optimizer=muon", "parallel.tp=2", "parallel.pp=1", "engine.strategy=canzona")
-DP2 = (*FIXED, "parallel.tp=1", "parallel.pp=1", "engine.strategy=canzona")
+ONE_LAYER = (*FIXED, "model.num_layers=1", "parallel.pp=1")
+TP2 = (*ONE_LAYER, "optimizer=muon", "parallel.tp=2", "train.micro_batch_size=4", "engine.strategy=canzona")
+DP2 = (*ONE_LAYER, "parallel.tp=1", "engine.strategy=canzona")
 BF16 = (*FIXED, "optimizer=muon", "train.precision=bf16")
 KEPT = f"train.ema={DECAY}"
 FEW = 2
@@ -42,7 +43,7 @@ LAYOUTS = {
     "shared": (*TP2, KEPT, SHORT, "engine.mode=shared"),
     "pp2": (*BF16, "parallel.tp=1", "parallel.pp=2", "engine.strategy=layerwise", KEPT, SHORT),
     "sc": (*BF16, "parallel.tp=1", "parallel.pp=1", "engine.strategy=sc", KEPT, SHORT),
-    "adamw": (*FIXED, "parallel.tp=2", "parallel.pp=1", "optimizer=adamw", KEPT, SHORT),
+    "adamw": (*ONE_LAYER, "parallel.tp=2", "optimizer=adamw", KEPT, SHORT),
 }
 RUNS = {
     **{name: Run(settings=settings, validates=name == "tp2") for name, settings in LAYOUTS.items()},
@@ -50,8 +51,8 @@ RUNS = {
     "nothing": Run(settings=(*TP2, "train.ema=1e-9", SHORT)),
     "first": Run(settings=(*TP2, "train.ema=0.999999999", SHORT)),
     "resumed": Run(settings=(*TP2, KEPT), start="tp2", validates=False),
-    "elsewhere": Run(settings=(*DP2, KEPT, "optimizer=muon", "train.steps=4"), start="tp2", validates=False),
-    "dropped": Run(settings=(*TP2, "train.steps=4"), start="tp2", validates=False),
+    "elsewhere": Run(settings=(*DP2, KEPT, "optimizer=muon"), start="tp2", validates=False),
+    "dropped": Run(settings=TP2, start="tp2", validates=False),
     "begun": Run(settings=(*TP2, KEPT), start="without", validates=False),
 }
 

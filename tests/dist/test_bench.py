@@ -3,7 +3,7 @@ found out by its losses.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 import pytest
@@ -29,16 +29,52 @@ TOTAL = ROUNDS * STEPS
 Configs = Mapping[str, RunConfig]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """All that happens on the ranks, one after another, as rank 0 has it."""
+
+    together: dict[str, Samples]
+    alone: tuple[float, ...]
+    """The losses of canzona when it never pauses."""
+    faster: dict[str, Samples]
+    """Samples of sc with another learning rate."""
+
+
 @pytest.fixture(scope="module")
 def lined() -> LineUp:
     """All five strategies on TP 2 x DP 2."""
-    overrides = ["gpus=4", "parallel.tp=2", "parallel.pp=1", "train.micro_batch_size=4", "schedule.warmup_steps=0"]
+    overrides = [
+        "gpus=4",
+        "parallel.tp=2",
+        "parallel.pp=1",
+        "train.micro_batch_size=4",
+        "schedule.warmup_steps=0",
+        "model.num_layers=1",
+    ]
     return line_up(compose_run([*SMALL, *overrides]), None, steps=TOTAL)
 
 
 @pytest.fixture(scope="module")
-def together(lined: LineUp) -> dict[str, Samples]:
-    return held(lined, configs(lined))
+def held(lined: LineUp) -> Held:
+    every = configs(lined)
+    sc = every["sc"]
+    faster = replace(sc, optimizer=replace(sc.optimizer, lr=2 * sc.optimizer.lr, adamw_lr=None))
+
+    def rank() -> Held:
+        world = join(lined.reference.config, lined.layout)
+        (alone,) = running(lined, {"canzona": every["canzona"]}, world).values()
+        return Held(
+            together=take_all_turns(lined, every, world),
+            alone=tuple(train_step(alone.trainee, alone.batches).loss for _ in range(TOTAL)),
+            faster=take_all_turns(lined, {"sc": faster}, world),
+        )
+
+    return run_ranks(lined.layout.world_size, rank)[0]
+
+
+@pytest.fixture(scope="module")
+def together(held: Held) -> dict[str, Samples]:
+    return held.together
 
 
 def configs(lined: LineUp) -> dict[str, RunConfig]:
@@ -58,28 +94,13 @@ def running(lined: LineUp, chosen: Configs, world: World) -> dict[str, RunningSt
     }
 
 
-def held(lined: LineUp, chosen: Configs) -> dict[str, Samples]:
+def take_all_turns(lined: LineUp, chosen: Configs, world: World) -> dict[str, Samples]:
     """A whole bench of these strategies; what rank 0 gathered."""
     order = tuple(strategy.name for strategy in lined.strategies if strategy.name in chosen)
+    taking_part = running(lined, chosen, world)
     turns = Turns(names=order, rounds=ROUNDS, steps_per_turn=STEPS)
-
-    def rank() -> dict[str, Samples]:
-        taking_part = running(lined, chosen, join(lined.reference.config, lined.layout))
-        assert take_turns(turns, taking_part, stop_requested=lambda: False, on_turn=lambda *_: None)
-        return gather_samples(taking_part)
-
-    return run_ranks(lined.layout.world_size, rank)[0]
-
-
-def losses_alone(lined: LineUp, strategy: str) -> tuple[float, ...]:
-    """Returns the losses of a run that has the ranks to itself and never pauses."""
-
-    def rank() -> tuple[float, ...]:
-        world = join(lined.reference.config, lined.layout)
-        (alone,) = running(lined, {strategy: configs(lined)[strategy]}, world).values()
-        return tuple(train_step(alone.trainee, alone.batches).loss for _ in range(TOTAL))
-
-    return run_ranks(lined.layout.world_size, rank)[0]
+    assert take_turns(turns, taking_part, stop_requested=lambda: False, on_turn=lambda *_: None)
+    return gather_samples(taking_part)
 
 
 def result_of(lined: LineUp, found: Mapping[str, Samples]) -> BenchResult:
@@ -96,8 +117,8 @@ def result_of(lined: LineUp, found: Mapping[str, Samples]) -> BenchResult:
     return replace(result, strategies=strategies)
 
 
-def test_turns_change_nothing_of_what_a_strategy_learns(lined: LineUp, together: dict[str, Samples]) -> None:
-    assert together["canzona"].losses == losses_alone(lined, "canzona")
+def test_turns_change_nothing_of_what_a_strategy_learns(held: Held) -> None:
+    assert held.together["canzona"].losses == held.alone
 
 
 def test_ranks_and_steps_are_recorded_in_the_breakdowns_phases(lined: LineUp, together: dict[str, Samples]) -> None:
@@ -123,12 +144,9 @@ def test_ranks_hold_what_the_plan_says(lined: LineUp, together: dict[str, Sample
     assert len(set(together["sc"].tensor_bytes)) == 1  # every rank keeps everything of its fragments
 
 
-def test_strategies_agree_unless_one_computes_something_else(lined: LineUp, together: dict[str, Samples]) -> None:
-    assert disagreements(result_of(lined, together)) == []
-    config = configs(lined)["sc"]
-    faster = replace(config, optimizer=replace(config.optimizer, lr=2 * config.optimizer.lr, adamw_lr=None))
-    wrong = {**together, **held(lined, {"sc": faster})}
-    (problem,) = disagreements(result_of(lined, wrong))
+def test_strategies_agree_unless_one_computes_something_else(lined: LineUp, held: Held) -> None:
+    assert disagreements(result_of(lined, held.together)) == []
+    (problem,) = disagreements(result_of(lined, {**held.together, **held.faster}))
     assert problem.key.startswith("sc, step ")
     assert problem.key != "sc, step 1"  # before any update all are equal
 

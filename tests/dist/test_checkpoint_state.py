@@ -41,7 +41,7 @@ TP2_DP2 = ("gpus=4", "parallel.tp=2", "train.micro_batch_size=4")
 OPTIMIZERS = {
     "adamw": ("optimizer=adamw",),
     "muon": ("optimizer=muon",),
-    "soap": ("optimizer=soap", "optimizer.precondition_frequency=2"),
+    "soap": ("optimizer=soap", "optimizer.precondition_frequency=2", "model.num_layers=1"),
     "shampoo": ("optimizer=shampoo", "optimizer.precondition_frequency=2"),
 }
 LAYOUTS = {
@@ -75,10 +75,11 @@ def _there_and_back(there: tuple[str, ...], saved: Case, back_steps: int = 0) ->
     return read, Case(settings=saved.settings, start=read, steps=back_steps)
 
 
-def _two_and_one(*settings: str) -> tuple[Case, Case, Case]:
-    """Three steps; two; one more, in processes that start from another seed."""
-    first = _saved(*settings)
-    return _saved(*settings, steps=3), first, Case(settings=(*first.settings, "train.seed=99"), steps=1, start=first)
+def _and_one(*settings: str, steps: int = 1) -> tuple[Case, Case, Case]:
+    """A run with a step more; one of `steps`; that step, in processes that start from another seed."""
+    first = _saved(*settings, steps=steps)
+    more = Case(settings=(*first.settings, "train.seed=99"), steps=1, start=first)
+    return _saved(*settings, steps=steps + 1), first, more
 
 
 def _elsewhere(optimizer: str, where: str) -> tuple[Case, Case]:
@@ -104,13 +105,14 @@ def _by_another_strategy(saving: tuple[str, ...], reading: str) -> tuple[Case, C
 
 SPLIT_OTHERWISE = _there_and_back((*LAYOUTS["dp2"], "engine.splitting=fused"), _saved(*OPTIMIZERS["muon"]))
 WEIGHTS_ALONE = Case(
-    settings=(*LAYOUTS["tp4"], "optimizer=muon", "engine.splitting=fused"),
+    settings=(*LAYOUTS["tp4"], "optimizer=muon", "engine.splitting=fused", "model.num_layers=1"),
     start=_saved(*OPTIMIZERS["soap"]),
     weights_only=True,
 )
 
 
 SHARED = ("optimizer=muon", "optimizer.form=gram", "engine.mode=shared")
+SHARED_ALONE = (*SHARED, "model.num_layers=1")
 THERE = Case(settings=(*TP2_DP2, *SHARED), start=_saved(*OPTIMIZERS["muon"]))
 MODES = [
     THERE,
@@ -130,13 +132,14 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """The settings of a user's own optimizer."""
     source = tmp_path_factory.mktemp("own") / "counting.py"
     source.write_text(COUNTING)
-    return ("optimizer=custom", f"optimizer.source={source}:Counting", "optimizer.lr=0.01")
+    return ("optimizer=custom", f"optimizer.source={source}:Counting", "optimizer.lr=0.01", "model.num_layers=1")
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, own: tuple[str, ...]) -> Runs[Case, Outcome]:
     ends = [
-        *(case for settings in (OPTIMIZERS["soap"], SHARED, own) for case in _two_and_one(*settings)),
+        *_and_one(*OPTIMIZERS["soap"], steps=2),
+        *(case for settings in (SHARED_ALONE, own) for case in _and_one(*settings)),
         *(case for each in CASES for case in _elsewhere(*each)),
         *_by_another_strategy(*STRATEGIES),
         *(*SPLIT_OTHERWISE, WEIGHTS_ALONE, SC_SOAP, WIDER, *MODES, ONE_MORE),
@@ -163,7 +166,7 @@ def _same_weights(one: Outcome, other: Outcome) -> None:
 def _go_on(runs: Runs[Case, Outcome], cases: tuple[Case, Case, Case]) -> None:
     straight, first, second = (runs[case] for case in cases)
     assert first.losses + second.losses == straight.losses
-    assert len(set(straight.losses)) == 3
+    assert len(set(straight.losses)) == len(straight.losses) > 1
     _same_weights(second, straight)
     model = resolve(*cases[0].settings)[0].model
     _same(units_of(second.checkpoint, model), units_of(straight.checkpoint, model))
@@ -173,7 +176,7 @@ def _go_on(runs: Runs[Case, Outcome], cases: tuple[Case, Case, Case]) -> None:
 def test_two_steps_and_one_more_are_three(runs: Runs[Case, Outcome]) -> None:
     """Losses, weights, masters and state, by way of a file and other processes, which start from another seed, so that
     nothing is left of what they started with. Bases are renewed at the third step."""
-    _go_on(runs, _two_and_one(*OPTIMIZERS["soap"]))
+    _go_on(runs, _and_one(*OPTIMIZERS["soap"], steps=2))
 
 
 @pytest.mark.parametrize(("optimizer", "where"), CASES)
@@ -194,7 +197,7 @@ def test_experts_are_read_by_any_number_of_ranks(runs: Runs[Case, Outcome]) -> N
     saved, *others = (runs[case] for case in cases)
     model = resolve(*cases[0].settings)[0].model
     values = units_of(saved.checkpoint, model)
-    assert sum("layers.1.experts.7." in name for name in values) >= 2 * 3
+    assert sum("layers.1.experts.3." in name for name in values) >= 2 * 3
     assert not any("layers.0.experts" in name for name in values)
     assert "output_layer.weight/exp_avg" in values
     for other in others:
@@ -205,7 +208,7 @@ def test_experts_are_read_by_any_number_of_ranks(runs: Runs[Case, Outcome]) -> N
 def test_a_refresh_that_has_begun_goes_through_another_layout(runs: Runs[Case, Outcome]) -> None:
     saved, straight = (runs[_saved(*OPTIMIZERS["soap"], steps=steps)] for steps in (3, 4))
     there, back = (runs[case] for case in IN_PARTS)
-    model = resolve(*TP2_DP2)[0].model
+    model = resolve(*TP2_DP2, *OPTIMIZERS["soap"])[0].model
     values = units_of(saved.checkpoint, model)
     assert any("/next_Q_" in name for name in values)
     _same(units_of(there.checkpoint, model), values)
@@ -217,7 +220,7 @@ def test_weights_alone_are_taken_by_another_optimizer_splitting_and_layout(runs:
     """Every master to the last bit, and of the state nothing: no step counted, every average zero or not there."""
     saved, there = runs[_saved(*OPTIMIZERS["soap"])], runs[WEIGHTS_ALONE]
     _same_weights(there, saved)
-    model = resolve(*TP2_DP2)[0].model
+    model = resolve(*TP2_DP2, *OPTIMIZERS["soap"])[0].model
     before, now = units_of(saved.checkpoint, model), units_of(there.checkpoint, model)
     masters = {name for name in before if name.endswith("/master")}
     assert masters == {name for name in now if name.endswith("/master")}
@@ -241,7 +244,7 @@ def test_strategies_read_each_others_checkpoints(runs: Runs[Case, Outcome]) -> N
 
 def test_sc_and_canzona_share_the_state_of_soap(runs: Runs[Case, Outcome]) -> None:
     saved, there = runs[_saved(*OPTIMIZERS["soap"])], runs[SC_SOAP]
-    model = resolve(*TP2_DP2)[0].model
+    model = resolve(*TP2_DP2, *OPTIMIZERS["soap"])[0].model
     _same(units_of(there.checkpoint, model), units_of(saved.checkpoint, model))
     _same_weights(there, saved)
 
@@ -270,7 +273,7 @@ class Counting(torch.optim.Optimizer):
 
 
 def test_a_users_optimizer_goes_on_with_all_it_keeps(runs: Runs[Case, Outcome], own: tuple[str, ...]) -> None:
-    _go_on(runs, _two_and_one(*own))
+    _go_on(runs, _and_one(*own))
 
 
 def test_shared_and_hosted_matrices_go_on_as_each_other(runs: Runs[Case, Outcome]) -> None:
@@ -289,7 +292,7 @@ def test_shared_and_hosted_matrices_go_on_as_each_other(runs: Runs[Case, Outcome
 
 
 def test_shared_matrices_go_on_as_if_nothing_had_happened(runs: Runs[Case, Outcome]) -> None:
-    _go_on(runs, _two_and_one(*SHARED))
+    _go_on(runs, _and_one(*SHARED_ALONE))
 
 
 def test_muon_goes_on_with_matrices_split_otherwise(runs: Runs[Case, Outcome]) -> None:
@@ -391,8 +394,8 @@ def test_behind_a_doubt_a_run_goes_on_as_ever(mode: str, tmp_path: Path, monkeyp
     """Two more steps in standard form and two in Gram form are equal to the last bit, on all ranks of a shared
     matrix."""
     monkeypatch.setattr(muon_facts, "STANDARD_STEPS", 2)
-    settings = ("train.precision=fp32", "optimizer.form=gram", f"engine.mode={mode}", "train.micro_batch_size=8")
-    run = resolve("gpus=2", "parallel.tp=2", *settings)
+    settings = ("train.precision=fp32", "optimizer.form=gram", f"engine.mode={mode}")
+    run = resolve("gpus=2", "parallel.tp=2", "model.num_layers=1", "train.micro_batch_size=8", *settings)
     case = Case(settings=(), steps=1)
 
     def marks(trainee: Trainee) -> set[object]:

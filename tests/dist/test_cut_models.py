@@ -26,6 +26,7 @@ from tests.dist.trained import FIXED, Trained, different, run_trainings
 STEPS = 2
 """The second begins with the weights, momenta and averages of the first."""
 SMALL = ("model.num_layers=4", "model.hidden_size=32", "model.ffn_hidden_size=96", "train.seq_length=32")
+SEVEN = (*SMALL, "model.num_layers=7", "train.global_batch_size=4")
 LAYOUTS = {
     "one rank": ("gpus=1", "train.micro_batch_size=4"),
     "sp tp2": ("gpus=2", "parallel.tp=2", "parallel.sequence_parallel=true", "train.micro_batch_size=4"),
@@ -33,8 +34,8 @@ LAYOUTS = {
     "one rank, of chunks": (*SMALL, "gpus=1"),
     "pp2": (*SMALL, "gpus=4", "parallel.pp=2", "parallel.vpp=1"),
     "pp2 vpp2": (*SMALL, "gpus=4", "parallel.pp=2", "parallel.vpp=2"),
-    "one rank, 7 layers": (*SMALL, "model.num_layers=7", "gpus=1"),
-    "pp2 vpp2, 7 layers": (*SMALL, "model.num_layers=7", "gpus=2", "parallel.pp=2", "parallel.vpp=2"),
+    "one rank, 7 layers": (*SEVEN, "gpus=1"),
+    "pp2 vpp2, 7 layers": (*SEVEN, "gpus=2", "parallel.pp=2", "parallel.vpp=2"),
 }
 SETTINGS = {
     "muon": ("optimizer=muon",),

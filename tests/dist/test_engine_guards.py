@@ -47,7 +47,7 @@ LAYOUTS = {
     "tp2 ep2": ("gpus=4", "parallel.tp=2", "parallel.ep=2", *EXPERTS, "train.micro_batch_size=4"),
 }
 FC1, NORM = "decoder.layers.1.mlp.linear_fc1.weight", "decoder.layers.1.pre_mlp_layernorm.weight"
-EXPERT = "decoder.layers.1.mlp.experts.linear_fc2.weight7"
+EXPERT = "decoder.layers.1.mlp.experts.linear_fc2.weight3"
 EMBEDDING = "embedding.word_embeddings.weight"
 
 
@@ -174,8 +174,8 @@ HITS = {
     "layers.0.proj": "model.layers.0.self_attn.o_proj.weight",
     "layers.1.down": "model.layers.1.mlp.down_proj.weight",
     "layers.1.q": "model.layers.1.self_attn.q_proj.weight",
-    "layers.0.experts.3.gate": "model.layers.0.mlp.experts.3.gate_proj.weight",
-    "layers.1.experts.6.down": "model.layers.1.mlp.experts.6.down_proj.weight",
+    "layers.0.experts.1.gate": "model.layers.0.mlp.experts.1.gate_proj.weight",
+    "layers.1.experts.2.down": "model.layers.1.mlp.experts.2.down_proj.weight",
 }
 OF_EXPERTS = tuple(name for name in HITS if "experts" in name)
 OF_DENSE = tuple(name for name in HITS if name not in OF_EXPERTS)

@@ -16,7 +16,10 @@ from tests.dist.jobs import Runs, on_ranks, planned
 from tests.dist.samples import RandomTokens
 from tests.dist.saved import Case, Outcome, resolve, saving_runs
 
-SHAPE = ("optimizer=muon", "model.num_layers=4", "train.seq_length=32", "train.batch_tokens=256")
+SHAPE = (
+    *("optimizer=muon", "model.num_layers=4", "train.seq_length=32", "train.batch_tokens=256"),
+    "train.micro_batch_size=4",
+)
 SAVED = Case(settings=(*SHAPE, "gpus=2", "parallel.tp=2"), steps=2)
 LAYOUTS = {
     "tp2 pp2": ("gpus=4", "parallel.tp=2", "parallel.pp=2"),

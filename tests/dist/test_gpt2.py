@@ -30,10 +30,11 @@ from tests.dist.trained import run_trainings
 from tests.dist.whole import Fragment, Part, Weights, assemble, part_of
 from tests.library.loops import batches_of, by_megatron, optimizer_config, trainee_of
 
-STEPS = 8
+STEPS = 4
 FIXED = (
     *SMALL,
     "train.precision=fp32",
+    "train.micro_batch_size=4",
     "engine.splitting=qkv",
     "optimizer=muon",
     "optimizer.lr=0.01",

@@ -28,8 +28,8 @@ from tests.dist.samples import samples_of
 
 STEPS = 2
 LAYOUTS = {
-    "dp2": ("parallel.tp=1", "parallel.pp=1"),
-    "tp2": ("parallel.tp=2", "parallel.pp=1"),
+    "dp2": ("parallel.tp=1", "parallel.pp=1", "model.num_layers=1"),
+    "tp2": ("parallel.tp=2", "parallel.pp=1", "model.num_layers=1"),
     "pp2": ("parallel.tp=1", "parallel.pp=2"),
 }
 STRATEGIES = {

@@ -25,9 +25,8 @@ WAYS = {
     "adamw": ("optimizer=adamw",),
 }
 LAYOUTS = {
-    "dp2": (*FIXED, "gpus=2", "parallel.tp=1", "parallel.pp=1"),
-    "pp2": (*FIXED, "gpus=2", "parallel.tp=1", "parallel.pp=2"),
-    "tp2": (*FIXED, "gpus=2", "parallel.tp=2", "parallel.pp=1"),
+    "dp2": (*FIXED, "gpus=2", "parallel.tp=1", "parallel.pp=1", "model.num_layers=1"),
+    "tp2": (*FIXED, "gpus=2", "parallel.tp=2", "parallel.pp=1", "model.num_layers=1"),
 }
 
 

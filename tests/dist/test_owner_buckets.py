@@ -39,6 +39,8 @@ from tests.waiting import PATIENCE_S
 WAYS: list[Reduction] = ["reduce", "ring"]
 APART = ("parallel.overlap_grad_reduce=false", "parallel.overlap_param_gather=false")
 BF16 = ("train.precision=bf16", "train.grad_reduce_dtype=bf16")
+TWO = ("gpus=2", "model.num_layers=1")
+FOUR = ("gpus=4", "model.num_layers=1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +120,8 @@ def _two_steps(config: RunConfig, world: World, plan: Plan, roundings: int | Non
 
 
 CASES: dict[str, Case] = {
-    "owner, reduce": Case(settings=("gpus=2",), reduction="reduce"),
-    "not overlapped": Case(settings=("gpus=2", *APART), reduction="ring"),
+    "owner, reduce": Case(settings=TWO, reduction="reduce"),
+    "not overlapped": Case(settings=(*TWO, *APART), reduction="ring"),
     "padded": Case(settings=("gpus=2", "model.hidden_size=36", "model.ffn_hidden_size=108"), reduction="ring"),
     **{
         f"owners not in the order of ranks, {way}": Case(
@@ -127,11 +129,11 @@ CASES: dict[str, Case] = {
         )
         for way in WAYS
     },
-    "a communicator of their own": Case(settings=("gpus=2",), reduction="ring", apart=True),
+    "a communicator of their own": Case(settings=TWO, reduction="ring", apart=True),
     # gloo adds bf16, too: three additions of four numbers.
-    **{f"four, {way} in bf16": Case(settings=("gpus=4", *BF16), reduction=way, roundings=3) for way in WAYS},
-    "one owner": Case(settings=("gpus=2", "parallel.tp=2"), reduction="reduce"),
-    "heads": Case(settings=("gpus=4", "parallel.tp=2", "engine.splitting=per_head"), reduction="ring"),
+    **{f"four, {way} in bf16": Case(settings=(*FOUR, *BF16), reduction=way, roundings=3) for way in WAYS},
+    "one owner": Case(settings=(*TWO, "parallel.tp=2", "train.micro_batch_size=4"), reduction="reduce"),
+    "heads": Case(settings=(*FOUR, "parallel.tp=2", "engine.splitting=per_head"), reduction="ring"),
     "a tied embedding on two stages": Case(settings=("gpus=4", "parallel.pp=2"), reduction="reduce"),
 }
 

@@ -12,7 +12,7 @@ from tests.dist.whole_runs import Run, checkpoint, lines, train
 
 FIXED = (
     *(*SMALL, "gpus=2", "parallel.tp=1", "parallel.pp=1", "optimizer=muon", "engine.strategy=canzona"),
-    *("train.steps=6", "train.micro_batch_size=1", "train.eval_interval=0"),
+    *("model.num_layers=1", "train.steps=6", "train.micro_batch_size=1", "train.eval_interval=0"),
     *("checkpoint.every_minutes=null", "checkpoint.every_steps=3"),
 )
 RUNS = {

@@ -21,6 +21,7 @@ from tests.waiting import PATIENCE_S
 STEPS = 6
 FIXED = (
     *SMALL,
+    "model.num_layers=1",
     "gpus=2",
     "train.batch_tokens=256",
     f"train.steps={STEPS}",

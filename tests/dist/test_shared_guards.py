@@ -29,9 +29,9 @@ from tests.dist.whole import Part, Weights, assemble, part_of
 
 SETTINGS = (
     *("gpus=2", "parallel.tp=2", "parallel.pp=1", "optimizer=muon", "optimizer.form=gram"),
-    *("train.precision=fp32", "optimizer.clip_grad=0", "engine.mode=shared"),
+    *("model.num_layers=1", "train.precision=fp32", "optimizer.clip_grad=0", "engine.mode=shared"),
 )
-HIT, NAME = "layers.1.gate", "model.layers.1.mlp.gate_proj.weight"
+HIT, NAME = "layers.0.gate", "model.layers.0.mlp.gate_proj.weight"
 STEPS, STANDARD = 4, 1
 """The number of steps, and of those that are made in standard form after a doubt."""
 Fault = Literal["none", "nan", "doubt", "doubt on a device", "marked"]

@@ -16,7 +16,7 @@ from tests.cli.commands.support import canzona
 
 RUN = (
     *("recipe=tiny", "gpus=2", "parallel.tp=2", "model.num_layers=1", "train.seq_length=32"),
-    *("train.micro_batch_size=1", "train.global_batch_size=2"),
+    *("train.micro_batch_size=2", "train.global_batch_size=2"),
 )
 
 

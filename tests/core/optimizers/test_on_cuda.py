@@ -66,17 +66,16 @@ def stepped(make: Callable[[Sequence[torch.nn.Parameter]], MatrixOptimizer]) -> 
 
 
 EVERYDAY = (
-    *((Muon, form, *how) for form in get_args(Form) for how in ((False, "bf16"), (True, "fp32"))),
-    (NorMuon, "gram", False, "bf16"),
+    *((Muon, form, *how, True) for form in get_args(Form) for how in ((False, "bf16"), (True, "fp32"))),
+    *((kind, "gram", False, "bf16", kind is NorMuon) for kind in (Muon, NorMuon)),
 )
 
 
-@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize(
-    ("kind", "form", "stack", "precision"),
+    ("kind", "form", "stack", "precision", "fused"),
     [
         pytest.param(*case, marks=[] if case in EVERYDAY else [pytest.mark.sweep])
-        for case in product((Muon, NorMuon), get_args(Form), (False, True), ("bf16", "fp32"))
+        for case in product((Muon, NorMuon), get_args(Form), (False, True), ("bf16", "fp32"), (True, False))
     ],
 )
 def test_muon_reads_nothing_back(

@@ -32,7 +32,7 @@ runs = st.builds(
 )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(config=runs)
 def test_a_resolved_layout_is_whole_and_fits(config: RunConfig) -> None:
     try:
@@ -58,7 +58,7 @@ def test_a_resolved_layout_is_whole_and_fits(config: RunConfig) -> None:
     assert fit.resolve(config.setup) == (resolved, layout)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     config=st.builds(
         run,
