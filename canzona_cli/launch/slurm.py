@@ -438,6 +438,13 @@ def write_arguments(folder: Path, name: str, arguments: Sequence[str]) -> Path:
     return path
 
 
+def last_task(array: str) -> int:
+    """Returns the largest task index of an `--array` option; -1 for one that sbatch cannot read either."""
+    spans = re.findall(r"(\d+)(?:-(\d+)(?::(\d+))?)?", array.partition("%")[0])
+    ranges = (range(int(first), int(last or first) + 1, max(1, int(step or 1))) for first, last, step in spans)
+    return max((tasks[-1] for tasks in ranges if tasks), default=-1)
+
+
 def submit(script: str, *, name: str, array: bool, output: str | None = None) -> SubmittedJob:
     """Submits a rendered script with sbatch.
 

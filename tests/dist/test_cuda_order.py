@@ -36,7 +36,6 @@ SETTINGS = (
     "gpus=4",
     "parallel.tp=2",
     "parallel.pp=1",
-    "model.num_layers=1",
     "optimizer.clip_grad=0.01",
     *SMALL_GROUPS,
     "parallel.bucket_elements=10000",
@@ -199,7 +198,7 @@ def test_nothing_that_shares_memory_is_left_in_any_order(stood: list[Stood]) -> 
 def test_shared_matrices_are_left_in_no_order_and_waited_for_by_nobody() -> None:
     """One matrix is computed while another travels. Of squares of side 64 (k and v) the Gram form is not trusted in
     bf16, and repairs wait: so they are none here."""
-    shared = ("engine.mode=shared", "optimizer.form=gram", "model.num_query_groups=8")
+    shared = ("engine.mode=shared", "optimizer.form=gram", "model.num_query_groups=8", "model.num_layers=1")
     config, layout = resolve(*SETTINGS, *shared, "gpus=2")
 
     def rank() -> tuple[set[str], list[str], list[list[str]]]:

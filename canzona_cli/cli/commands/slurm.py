@@ -63,7 +63,7 @@ def slurm(
     """
     from canzona_cli.core.planner.plan_file import obtain_plan
     from canzona_cli.launch.preflight import container_problems
-    from canzona_cli.launch.slurm import JobOptions, directives_of, job_problems, needed
+    from canzona_cli.launch.slurm import JobOptions, directives_of, job_problems, last_task, needed
 
     typed = {
         "job-name": job_name,
@@ -88,8 +88,11 @@ def slurm(
     options = options.beside(directives_of(config.cluster.sbatch, "cluster.sbatch"))
     if sweep:
         options = replace(options, directives={"array": f"0-{runs - 1}", **options.directives})
+        if last_task(tasks := options.directives["array"]) >= runs:
+            reason = f"the sweep has only tasks 0 to {runs - 1}"
+            problems.append(Problem("--array", reason, f"--array 0-{runs - 1}", tasks))
     elif options.is_array:
-        reason, fix = "all tasks would train the same run", "add --sweep and the values that differ: train.seed=1,2,3,4"
+        reason, fix = "all tasks would train the same run", "add the values that differ: train.seed=1,2,3,4 --sweep"
         problems.append(Problem("--array", reason, fix, options.directives["array"]))
     refuse([*problems, *job_problems(config, options)])
     if needs:
