@@ -29,7 +29,7 @@ $(STAMP):
 # its loss is compared with the recipe's card, and the model writes a text.
 demo: setup
 	$(BIN)/canzona train recipe=qwen3-tiny gpus=4 parallel.tp=2
-	$(BIN)/canzona generate --prompt '    def test_' --temperature 0.8 --max-new-tokens 48
+	$(BIN)/canzona generate "$$(ls -td runs/qwen3-tiny-*/ | head -n 1)" --prompt '    def test_' --temperature 0.8 --max-new-tokens 48
 
 test: setup
 	scripts/run-tests -m "not sweep and not slurm"

@@ -70,7 +70,7 @@ def generate(
     from canzona_cli.checkpoint.huggingface.generating import SamplingSettings
 
     sampling = SamplingSettings(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    likeliest = "always the most likely token, unlike a run's samples; --temperature T samples"
+    likeliest = "always the most likely token; --temperature T samples"
     how = f"step {checkpoint.step:,}: {f'sampled at temperature {temperature:g}' if temperature else likeliest}"
     if prompt is None:
         progress(how)

@@ -64,7 +64,7 @@ def test_a_prompt_is_gone_on_from_as_transformers_does(folder: Path) -> None:
     lines = f"{PROMPT}\n{PROMPT}".encode()
     spoken = canzona("generate", folder / "run", "--interactive", *asked[2:], stdin=lines, code=0)
     assert spoken.stdout == f"{wanted}\n" * 2
-    assert spoken.stderr.startswith("step 0: always the most likely token, unlike a run's samples")
+    assert spoken.stderr.startswith("step 0: always the most likely token; --temperature T samples")
 
 
 @pytest.mark.sweep
