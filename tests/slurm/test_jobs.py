@@ -153,13 +153,13 @@ def test_a_job_is_what_its_recipe_asks_slurm_for(slurm: Slurm, here: Path, envir
         "defaults:\n  - qwen3-tiny\n  - _self_\n"
         "cluster:\n"
         "  sbatch: [--account=physics, --partition=nowhere, --time=2, --constraint=fast, --mem=1500, --nice=7,\n"
-        "    --comment=for the test, --output=logs/%x.%j.log, --signal=USR1@30]\n"
+        "    --comment=for the test, --output=logs/%x.%j.log]\n"
     )
     (here / "logs").mkdir()
     settings = [setting for setting in SMALL if not setting.startswith(("recipe=", "gpus=", "cluster.nodes="))]
     done = slurm.command(
-        *(str(CANZONA), "slurm", "--submit", "--partition=other", f"recipe={recipe}", "gpus=1", "train.steps=100000"),
-        *settings,
+        *(str(CANZONA), "slurm", "--submit", "--partition=other", "--signal-before=30", f"recipe={recipe}", "gpus=1"),
+        *("train.steps=100000", *settings),
         cwd=here,
         environment=environment,
     )
@@ -181,7 +181,7 @@ def test_a_job_is_what_its_recipe_asks_slurm_for(slurm: Slurm, here: Path, envir
     }
     assert {key: job[key].removesuffix("-1") if key == "NumNodes" else job[key] for key in expected} == expected
     assert "Comment=for the test" in slurm.ask("scontrol", "show", "job", number)
-    assert ": requeueing (1 of 20)" in log.read_text(), "the signal of the recipe made it save and stop"
+    assert ": requeueing (1 of 20)" in log.read_text(), "a signal half a minute before the limit made it save and stop"
 
 
 def test_what_slurm_refuses_is_said_and_leaves_nothing(slurm: Slurm, here: Path, environment: dict[str, str]) -> None:

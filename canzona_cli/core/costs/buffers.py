@@ -130,7 +130,7 @@ def layer_activations(setup: Setup, kind: ModelConfig, layout: Layout, recompute
     - the family's activations (`Family.activations`): T / x tokens of the residual stream, T / t of
       everything else, but T of the tokens' copies for experts if ep is 1;
     - torch's core attention (without Transformer Engine) with c > 1 and no recomputation: k and v of the full
-      sequence, 2 T c g d / t, instead of the rotated k; and on GPUs a second copy of the attention's output,
+      sequence, 2 T c g d / t, instead of the rotated k; and a second copy of the attention's output,
       T a d / t, because its two chunks are joined.
 
     SwiGLU is not fused on CPUs. Recomputation `selective` recomputes core attention; `full` keeps only the
@@ -147,7 +147,7 @@ def layer_activations(setup: Setup, kind: ModelConfig, layout: Layout, recompute
         attentions = [work.attention for work in family.modules(kind) if work.attention is not None]
         for attention in attentions:
             queries, keys = attention.queries * tokens // t, attention.keys * tokens // t
-            cut += 2 * layout.cp * keys - keys + (0 if on_cpu else queries)
+            cut += 2 * layout.cp * keys - keys + queries
     return width * (activations.stream * stream + cut) + _fp8_inputs(setup, kind, layout)
 
 
