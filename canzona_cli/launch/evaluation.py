@@ -30,13 +30,13 @@ WORKER_MODULE = "canzona_cli.training.evaluation"
 ROOT = "evals"
 """The default `run.root` of evaluations, which leave the directory of the evaluated run unchanged."""
 _REPLACED_SETTINGS = (
-    *("optimizer=adamw", "checkpoint.resume=auto", "checkpoint.weights_from=null"),
+    *("optimizer=adamw", "optimizer.lr=0.001", "checkpoint.resume=auto", "checkpoint.weights_from=null"),
     *("run.dir=null", f"run.root={ROOT}", "run.trackers=[]", "run.restarts=0"),
     *("run.profile_steps=null", "train.recompute=full"),
 )
-"""The settings that replace settings of the saved run. An evaluation needs no optimizer, and must not run the
-code of a custom optimizer. An evaluation saves no activations for a backward pass, and `train.recompute=full`
-is the setting with the fewest in the memory estimate."""
+"""The settings that replace settings of the saved run. An evaluation needs no optimizer, and must not run the code of a
+custom optimizer; the learning rate is set so that nobody is told that AdamW has another. An evaluation saves no
+activations for a backward pass, and `train.recompute=full` is the setting with the fewest in the memory estimate."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ A task of a Slurm array trains only the run with the task's index.
 import shlex
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from canzona_cli.config.compose import load_resolved
 from canzona_cli.config.overrides import key_of, text_value
 from canzona_cli.config.resolve import SweptRun, swept_runs
 from canzona_cli.core.errors import CanzonaError, ConfigError, ExitCode, Problem, refuse, write_error
+from canzona_cli.core.writing import Busy, exclusive_lock
 from canzona_cli.launch.resume import finished_result, next_free
 from canzona_cli.launch.slurm import SlurmStep, current_step
 from canzona_cli.launch.stop import Requests
@@ -34,6 +35,7 @@ from canzona_cli.records.summary import holds_run
 from canzona_cli.records.words import plural
 
 _STOPPED = (ExitCode.INTERRUPTED, ExitCode.PREEMPTED)
+_ELSEWHERE = "choose another directory with run.dir=DIR"
 
 
 def sweep(
@@ -65,10 +67,12 @@ def sweep(
     if dry_run or prepare_only:
         _describe_all(runs, root, recipes_dirs, requests, prepare_only=prepare_only, show_config=show_config)
         return
-    _write_plan(planned, root)
-    if len(runs) > 1:
-        tell(f"{len(runs)} runs in {root}; while they train: canzona report --compare {shlex.quote(str(root))}", "dim")
-    code = _train_all(runs, root, recipes_dirs, requests)
+    with _alone(root, step):
+        _write_plan(planned, root)
+        if len(runs) > 1:
+            compare = f"canzona report --compare {shlex.quote(str(root))}"
+            tell(f"{len(runs)} runs in {root}; while they train: {compare}", "dim")
+        code = _train_all(runs, root, recipes_dirs, requests)
     if len(runs) > 1:
         _summarise(root, stopped=code in _STOPPED)
     if code:
@@ -166,17 +170,44 @@ def _other_settings(runs: Sequence[SweptRun], root: Path) -> Iterator[Problem]:
     """Yields a problem for each setting with which an earlier sweep in this directory trained the same runs
     differently."""
     cases: dict[tuple[str, str, str], list[str]] = {}
+    found = 0
     for run in runs:
         with suppress(CanzonaError, OSError):  # there is no run, or one that cannot be continued
             saved = load_resolved(_files(run, root).config)
+            found += 1
             for key, (before, now) in curve_differences(saved, run.config).items():
                 name = "optimizer" if key == "optimizer.name" else key
                 cases.setdefault((name, value_text(before), value_text(now)), []).append(run.combination.name)
     for (key, before, now), names in cases.items():
         having = names[0] if len(names) == 1 else plural(len(names), "run")
         reason = f"is {before} in {having} of the earlier sweep in {root}; to go on there would mix runs with both"
-        fix = f"run.dir={text_value(str(next_free(root)))} for another sweep, or {key}={before} to go on"
+        if 2 * len(names) >= found:
+            fix = f"run.dir={text_value(str(next_free(root)))} for another sweep, or {key}={before} to go on"
+        else:  # such as a run that was resumed with more steps
+            them = "it" if len(names) == 1 else "them"
+            fix = f"move {them} out of the directory, and the sweep trains {them} anew"
         yield Problem(key, reason, fix, value=now)
+
+
+@contextmanager
+def _alone(root: Path, step: SlurmStep | None) -> Iterator[None]:
+    """Keeps other sweeps out of the directory during the block, but for tasks of an array, which train other runs.
+
+    Raises:
+        ConfigError: another sweep is running there.
+        EnvironmentProblem: the directory cannot be written.
+    """
+    with ExitStack() as stack:
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            if step is None or step.array_task is None:
+                stack.enter_context(exclusive_lock(root / ".lock"))
+        except Busy:
+            fix = f"canzona report --compare {shlex.quote(str(root))} shows it; wait for it, or run.dir=DIR for another"
+            raise ConfigError(Problem("run.dir", "another sweep is running there", fix, value=root)) from None
+        except OSError as error:
+            raise write_error("run.dir", root, error, fix=_ELSEWHERE) from None
+        yield
 
 
 def _write_plan(names: Sequence[str], root: Path) -> None:
@@ -188,10 +219,9 @@ def _write_plan(names: Sequence[str], root: Path) -> None:
     earlier = load_if_valid(sweep_file(root), SweepPlan)
     runs = dict.fromkeys((*(() if earlier is None else earlier.runs), *names))
     try:
-        root.mkdir(parents=True, exist_ok=True)
         save(sweep_file(root), SweepPlan(runs=tuple(runs)))
     except OSError as error:
-        raise write_error("run.dir", root, error, fix="choose another directory with run.dir=DIR") from None
+        raise write_error("run.dir", root, error, fix=_ELSEWHERE) from None
 
 
 def _sweep_directory(runs: Sequence[SweptRun], step: SlurmStep | None) -> Path:

@@ -188,7 +188,8 @@ def fast_path_rows(paths: FastPaths, result_s: tuple[float, float] | None) -> It
         (step, optimizer), (step_now, optimizer_now) = (
             map(step_time, times) for times in ((once.iteration_s, once.optimizer_s), result_s)
         )
-        gain = f"{step} a step, not {step_now}; optimizer {optimizer}, not {optimizer_now}"
+        whole = f"{step} a step as now" if step == step_now else f"{step} a step, not {step_now}"
+        gain = f"{whole}; optimizer {optimizer}, not {optimizer_now}"
         words += f"; once verified ({', '.join(once.paths)}): {gain} (simulated)"
     yield "fast paths", words
 

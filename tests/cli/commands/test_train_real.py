@@ -147,6 +147,7 @@ def test_an_evaluation_finds_what_the_run_found_and_leaves_the_run_as_it_is(trai
     before = {path: path.stat().st_mtime_ns for path in sorted(run.rglob("*"))}
     done = canzona("eval", run, "--json", cwd=tmp_path, code=0)
     assert "own validation" not in done.stderr
+    assert "values of its own" not in done.stderr, "an evaluation has no learning rate"
     found = json.loads(done.stdout)
     validations = [json.loads(line) for line in (run / "validation.jsonl").read_text().splitlines()]
     assert (found["step"], found["loss"]) == (6, validations[-1]["loss"])

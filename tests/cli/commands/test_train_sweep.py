@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.config.schema import RunConfig
+from canzona_cli.core.writing import exclusive_lock
 from canzona_cli.records.files import RunFiles, read_json
 from canzona_cli.records.words import duration, size
 from tests.cli.commands.support import canzona, start_stand_in
@@ -94,6 +95,18 @@ def test_a_sweep_goes_on_in_its_directory_only_with_its_settings(
     assert more.stderr.count("is already finished") == 1
     assert results(tmp_path / "sweep") == dict.fromkeys(("seed=1", "seed=2", "seed=3"), ("done", 0))
     assert "3 runs; training loss" in " ".join(more.stdout.split()), "all runs of the directory are compared"
+    longer = tmp_path / "sweep" / "seed=3"
+    config = (longer / "config.yaml").read_text()
+    (longer / "config.yaml").write_text(
+        config.replace(" steps: 1\n", " steps: 2\n").replace("decay_steps: 1\n", "decay_steps: 2\n")
+    )
+    said = " ".join(train("train.seed=1,2,3", code=2).stderr.split())
+    assert "is 2 in seed=3" in said
+    assert "move it out of the directory, and the sweep trains it anew" in said, "its own value suits no other run"
+    longer.rename(tmp_path / "longer")
+    train("train.seed=1,2,3", code=0)
+    with exclusive_lock(tmp_path / "sweep" / ".lock"):
+        assert "another sweep is running there" in " ".join(train("train.seed=1,2,3", code=2).stderr.split())
 
 
 def test_a_dry_run_of_a_sweep_is_one_table_and_says_what_is_common_once(tmp_path: Path) -> None:
