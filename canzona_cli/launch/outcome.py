@@ -27,7 +27,7 @@ from canzona_cli.core.errors import (
 )
 from canzona_cli.core.host import machine_name
 from canzona_cli.records.files import RunFiles
-from canzona_cli.records.protection import MARK
+from canzona_cli.records.protection import HANG_MARK
 from canzona_cli.records.records import FAILURES, RankError, RankResult, RunResult, read_rank
 
 _SECONDARY = re.compile(
@@ -281,7 +281,7 @@ def _hang_outcome(workers: Workers, results: Sequence[RankResult], exit_codes: M
 def _stuck_place(log: Path) -> str:
     """Returns the innermost Python frame of the main thread of a rank that hung; empty if the rank did not."""
     try:
-        _, mark, stacks = log.read_text(encoding="utf-8", errors="replace").rpartition(MARK)
+        _, mark, stacks = log.read_text(encoding="utf-8", errors="replace").rpartition(HANG_MARK)
     except OSError:
         return ""
     main_thread = stacks.rpartition("(most recent call first):\n")[2]

@@ -40,7 +40,7 @@ from canzona_cli.launch.view import Monitor, TrainView
 from canzona_cli.records.codec import record_dict, save
 from canzona_cli.records.corpus import PreparedCorpus
 from canzona_cli.records.files import RunFiles, StopReason, try_append_json_line
-from canzona_cli.records.protection import VARIABLE
+from canzona_cli.records.protection import HANG_VARIABLE
 from canzona_cli.records.records import FIRST_STAGE, Incident, StageEvent
 from canzona_cli.records.words import plural
 
@@ -109,7 +109,7 @@ class Supervision:
         with handle_signals(self.requests.add):
             if node_rank == 0:
                 self._announce(FIRST_STAGE, plural(len(self.ranks), "rank"), shown=False)
-            limit = {} if self.hang_timeout_s is None else {VARIABLE: str(self.hang_timeout_s)}
+            limit = {} if self.hang_timeout_s is None else {HANG_VARIABLE: str(self.hang_timeout_s)}
             environment = {**self.command.environment, **limit}
             log = self.files.agent_log(node_rank)
             agent = start_child(self.command.argv, environment=environment, log=log)

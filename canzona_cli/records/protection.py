@@ -118,12 +118,12 @@ def _wrap(stream: TextIO | None, descriptor: int) -> TextIO:
     return io.TextIOWrapper(buffer, encoding, errors, line_buffering=by_line, write_through=unbuffered)
 
 
-VARIABLE: Final = "CANZONA_HANG_TIMEOUT_S"
+HANG_VARIABLE: Final = "CANZONA_HANG_TIMEOUT_S"
 """The environment variable with which the launcher sets the limit of the workers. Without it there is none."""
-PATIENCE: Final = 3
+HANG_PATIENCE: Final = 3
 """The factor by which `run.hang_timeout_s` is multiplied during the first step, which may compile, and outside of
 steps."""
-MARK: Final = "canzona: no progress for"
+HANG_MARK: Final = "canzona: no progress for"
 """The beginning of the line before the stacks of a rank that hangs."""
 Stage = Literal["start workers", "build model", "build data", "load", "train", "validate", "save", "finish"]
 """The stages that a rank goes through, as named in events.jsonl."""
@@ -139,7 +139,7 @@ class Watchdog:
     def __init__(self) -> None:
         self._calls = self._steps = 0
         self._in_steps = self._ended = False
-        if limit_s := float(os.environ.get(VARIABLE, 0)):
+        if limit_s := float(os.environ.get(HANG_VARIABLE, 0)):
             threading.Thread(target=self._watch, args=(limit_s,), name="watchdog", daemon=True).start()
 
     def stage(self, name: Stage) -> None:
@@ -170,8 +170,8 @@ class Watchdog:
             silent_s = silent_s + passed_s if seen == self._calls else 0.0
             seen = self._calls
             is_patient = self._steps <= 1 or not self._in_steps
-            if silent_s > limit_s * (PATIENCE if is_patient else 1) and not self._ended:
-                os.write(2, f"{MARK} {silent_s:.0f} s\n".encode())
+            if silent_s > limit_s * (HANG_PATIENCE if is_patient else 1) and not self._ended:
+                os.write(2, f"{HANG_MARK} {silent_s:.0f} s\n".encode())
                 faulthandler.dump_traceback(file=2)
                 time.sleep(_LONGEST_GAP * interval_s)
                 os._exit(1)

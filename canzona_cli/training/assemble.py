@@ -22,7 +22,7 @@ from canzona_cli.core.megatron.timers import PhaseTimer
 from canzona_cli.core.optimizers import cpu_matmuls
 from canzona_cli.core.planner.plan import Plan
 from canzona_cli.core.setup import Execution, Layout
-from canzona_cli.records.protection import PATIENCE, VARIABLE
+from canzona_cli.records.protection import HANG_PATIENCE, HANG_VARIABLE
 
 
 def join(config: RunConfig, layout: Layout, *, alive: Callable[[], None] = lambda: None) -> World:
@@ -36,10 +36,10 @@ def join(config: RunConfig, layout: Layout, *, alive: Callable[[], None] = lambd
     random.seed(config.train.seed)
     np.random.seed(config.train.seed)  # the state that libraries draw from
     timeout_s = 600.0
-    if VARIABLE in os.environ and config.run.hang_timeout_s is not None:
+    if HANG_VARIABLE in os.environ and config.run.hang_timeout_s is not None:
         # The timeout of collectives must be longer than the watchdog's, whose stacks show what each rank
         # waits for.
-        timeout_s = max(timeout_s, 1.2 * PATIENCE * config.run.hang_timeout_s)
+        timeout_s = max(timeout_s, 1.2 * HANG_PATIENCE * config.run.hang_timeout_s)
     device, seed = config.cluster.device, config.train.seed
     if device == "cpu":
         cpu_matmuls.install()

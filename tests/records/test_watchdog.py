@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from canzona_cli.records import protection
-from canzona_cli.records.protection import MARK, VARIABLE, Watchdog
+from canzona_cli.records.protection import HANG_MARK, HANG_VARIABLE, Watchdog
 
 SLEEPER = """
 import sys, time
@@ -28,7 +28,7 @@ stuck_here() if sys.argv[2] == "stuck" else time.sleep(1.5)
 
 def sleep(calls: str, how: str = "stuck", limit_s: float = 0.4) -> tuple[int, str, float]:
     begun = time.monotonic()
-    environment = os.environ | {VARIABLE: str(limit_s)}
+    environment = os.environ | {HANG_VARIABLE: str(limit_s)}
     command = [sys.executable, "-c", SLEEPER, calls, how]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     return done.returncode, done.stderr, time.monotonic() - begun
@@ -40,7 +40,7 @@ def test_a_stuck_rank_says_where_and_exits_and_the_first_step_and_the_start_may_
 ) -> None:
     code, said, took_s = sleep(calls)
     assert code == 1
-    assert said.startswith(MARK)
+    assert said.startswith(HANG_MARK)
     assert "in stuck_here" in said
     assert took_s > least_s
 

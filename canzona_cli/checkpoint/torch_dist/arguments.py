@@ -54,7 +54,7 @@ def arguments_of(config: RunConfig, progress: Progress, *, has_state: bool) -> d
         **{name: accepted[0] for name, accepted, _ in (*limited("refused"), *limited("plans_only"))},
         **_FIXED,
         "ffn_hidden_size": model.dense_width,
-        "moe_layer_freq": model.moe_layer_freq if isinstance(model.moe_layer_freq, int) else [*model.moe_layer_freq],
+        "moe_layer_freq": model.megatron_layer_freq,
         "num_query_groups": model.num_query_groups,
         "kv_channels": model.head_dim,
         "padded_vocab_size": model.vocab_size,

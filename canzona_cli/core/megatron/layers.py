@@ -89,7 +89,7 @@ def _expert_settings(setup: Setup, layout: Layout) -> dict[str, object]:
     weight = model.balancing_weight * (layout.dp if model.balancing_loss == "global" else 1)
     return {
         "num_moe_experts": model.num_experts,
-        "moe_layer_freq": model.moe_layer_freq if isinstance(model.moe_layer_freq, int) else [*model.moe_layer_freq],
+        "moe_layer_freq": model.megatron_layer_freq,
         "moe_router_topk": model.experts_per_token,
         "moe_ffn_hidden_size": model.ffn_hidden_size,
         "moe_shared_expert_intermediate_size": model.shared_ffn_hidden_size or None,

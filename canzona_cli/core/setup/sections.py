@@ -129,6 +129,11 @@ class ModelConfig(HashedOnce):
         return self.dense_ffn_hidden_size or self.ffn_hidden_size
 
     @property
+    def megatron_layer_freq(self) -> int | list[int]:
+        """`moe_layer_freq` as Megatron's arguments have it."""
+        return self.moe_layer_freq if isinstance(self.moe_layer_freq, int) else [*self.moe_layer_freq]
+
+    @property
     def parts_of_gpt2(self) -> Mapping[str, bool | int]:
         """The settings whose values put a part of GPT-2 in the place of one of Llama."""
         return {name: value for name in PARTS_OF_LLAMA if (value := getattr(self, name)) != PARTS_OF_LLAMA[name]}
